@@ -1,0 +1,41 @@
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+
+# One thread per rank: two ranks on two cores would otherwise fight for them.
+export OMP_NUM_THREADS ?= 1
+# Everything here runs on models that the repository makes; nothing may be fetched.
+export HF_HUB_OFFLINE ?= 1
+
+BIN := $(VENV)/bin
+# The stamp's name holds what was asked for, so that another TORCH or PYTHON installs anew and the same does not.
+STAMP := $(VENV)/.installed-$(firstword $(shell echo '$(PYTHON) $(TORCH)' | cksum))
+
+.PHONY: demo test test-all check clean
+
+demo: $(STAMP)
+	$(BIN)/python recipes/demo.py
+
+test: $(STAMP)
+	$(BIN)/pytest -m "not full"
+
+test-all: $(STAMP)
+	$(BIN)/pytest
+
+check: $(STAMP)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Torch first, as its own step: which build fits the machine's accelerator is the user's choice, not a dependency's.
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	rm -f $(VENV)/.installed-*
+	touch $@
+
+clean:
+	rm -rf build dist outputs *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

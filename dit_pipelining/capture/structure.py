@@ -1,0 +1,42 @@
+"""Walk through the nested arguments and results of calls: lists, tuples, dicts and slices."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a nested value, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, slice):
+        yield from tensors_in((value.start, value.stop, value.step))
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """A nested value with every tensor replaced by `function(tensor)`."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, torch.Size):
+        return value
+    if is_namedtuple(value):
+        return type(value)(*(map_tensors(function, item) for item in value))
+    if isinstance(value, list | tuple):
+        items = [map_tensors(function, item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, dict):
+        return {name: map_tensors(function, item) for name, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(map_tensors(function, part) for part in (value.start, value.stop, value.step)))
+    return value
+
+
+def is_namedtuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")

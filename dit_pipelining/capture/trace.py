@@ -1,0 +1,517 @@
+"""Leaf-block tracing: record the glue of a model's forward while every block stays one opaque call.
+
+[Note: how a forward is recorded]
+The model's own forward runs once on fake tensors (shapes without data) under a `TorchFunctionMode`, which sees every call
+of torch's Python API. Each call becomes one FX node that makes the very same call again: `F.layer_norm` stays
+`F.layer_norm`, `x.chunk(2)` stays `x.chunk(2)`. So a replay runs the same kernels as the model does, and nothing is
+decomposed. Blocks, and torch.nn modules with parameters (linears, norms, embeddings, and what replaces them: LoRA and
+quantised layers), are single `call_module` nodes that refer to the original module.
+
+Values are followed by identity. An operation that returns its argument (`to` with the same dtype, `contiguous` of a
+contiguous tensor) leaves no node, and a block that returns one of its arguments unchanged adds none for it.
+
+[Note: writes in place]
+A node that writes into a tensor is ordered by data flow: every tensor that shares its memory is afterwards known under a
+new node that depends on the write (`written`). A write into one of the caller's inputs, or into a parameter or buffer,
+would happen once per stage, so the trace starts again with a copy of that tensor taken first.
+
+[Note: values]
+A question about values is answered from the real inputs and kept with the graph, see [Note: questions] in values.py.
+"""
+
+import enum
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from dit_pipelining.capture import replay
+from dit_pipelining.capture.sandbox import (
+    CAPTURE_LOCK,
+    collected_lora_scales,
+    exchanged_tensors,
+    intercepted_calls,
+    intercepted_function,
+)
+from dit_pipelining.capture.signature import CONSTANTS, MADE, CallInputs, object_parts, rebuild_inputs
+from dit_pipelining.capture.structure import is_namedtuple, tensors_in
+from dit_pipelining.capture.values import ValueNeededError, Values
+from dit_pipelining.errors import CaptureError
+from dit_pipelining.torch_internals import (
+    NEEDS_VALUES,
+    autocast_state,
+    is_fake,
+    new_fake_mode,
+    real_tensors,
+    storage_key,
+    version,
+)
+
+OPAQUE_PACKAGES = ("torch.nn.", "torch.ao.", "torchao.", "peft.", "bitsandbytes.", "diffusers.quantizers.")
+"""Modules with parameters from these packages are recorded as one call, since their inner state is their own affair."""
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+NOT_RECORDED = frozenset(
+    {
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "requires_grad",
+        "is_cuda",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "grad_fn",
+    }
+    | {"ndim", "is_leaf", "names", "itemsize", "nbytes", "is_cpu", "is_xpu", "is_mps", "is_nested", "_version"}
+)
+"""Properties whose answers do not depend on values."""
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    batch, heads, queries, dim = query
+    return 2 * batch * heads * queries * key[-2] * (dim + value[-1])
+
+
+CPU_ATTENTION_FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+"""torch's counter knows the attention kernels of GPUs only."""
+
+
+class Tracer(TorchFunctionMode):
+    """Records one call of `model.forward`. Use `trace`.
+
+    Attributes:
+        graph: the FX graph recorded so far.
+        constants: tensors and objects that are neither inputs nor the model's own, by their target in the graph.
+        output: the forward's return value, with nodes in the place of tensors.
+        lora_scale: the scale the forward applied to LoRA layers around itself.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Iterable[str],
+        inputs: CallInputs,
+        main_input: str,
+        copied: frozenset[str],
+        count_flops: bool,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.main_input = main_input
+        self.inputs = inputs
+        self.graph = fx.Graph()
+        self.constants: dict[str, Any] = {}
+        self.output: Any = None
+        self.lora_scale = 1.0
+        self.blocks = {id(model.get_submodule(name)): name for name in blocks}
+        self.modules = {id(module): name for name, module in reversed(list(model.named_modules()))}
+        self.opaque = {id(m) for m in model.modules() if id(m) in self.blocks or _is_opaque(m)}
+        self.fake_mode = new_fake_mode()
+        self.names: dict[int, str] = {}
+        self.originals: dict[str, torch.Tensor] = {}
+        self.copied = copied
+        self.nodes: dict[
+            int, tuple[Any, fx.Node]
+        ] = {}  # id -> (the value, kept alive so that its id stays its own; node)
+        self.values = Values(self)
+        self.inside_opaque = False
+        self.ambient = _ambient()
+        self.flop_counter = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION_FLOPS) if count_flops else None
+        self.flops_before = 0
+
+    # ---- the run ------------------------------------------------------------------------------------------------------
+
+    def run(self, forward: Callable[..., Any]) -> None:
+        self.originals = {
+            **dict(self.model.named_parameters(remove_duplicate=False)),
+            **dict(self.model.named_buffers(remove_duplicate=False)),
+        }
+        self.device = _device_of(self.inputs, self.model)
+        with (
+            exchanged_tensors(self.model, self._fake_like) as self.names,
+            intercepted_calls(self._call) as self.plain_call,
+            collected_lora_scales(self.model) as scales,
+            intercepted_function(self.model, "create_block_mask", self._create_block_mask),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            self.fake_mode,
+            self.flop_counter or nullcontext(),
+        ):
+            leaves = self._place_inputs()
+            kwargs = rebuild_inputs(self.inputs.kwargs, leaves)
+            with self:
+                result = forward(**kwargs)
+            self.output = self._to_nodes(result, output=True)
+        self.lora_scale = scales[-1] if scales else 1.0
+
+    def _fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+            return tensor  # a quantised weight: only opaque modules touch it
+        device = self.device if tensor.device.type == "meta" or not _is_parameter(tensor) else tensor.device
+        return self.fake(tensor, device)
+
+    def fake(self, tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+        with self.fake_mode:
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device
+            )
+
+    def _place_inputs(self) -> dict[str, Any]:
+        """Fake stand-ins of the call's tensors and objects, each with its placeholder."""
+        leaves: dict[str, Any] = {}
+        self.made = self.graph.placeholder("made")
+        self.made.meta["input"] = MADE
+        for path, tensor in self.inputs.tensors.items():
+            leaves[path] = self.fake(tensor)
+            node = self.graph.placeholder(path.replace(".", "_"))
+            node.meta["input"] = path
+            self._know(leaves[path], node)
+            if path in self.copied:
+                self._know(leaves[path], self.graph.call_method("clone", (node,)))
+        for path, value in self.inputs.objects.items():
+            leaves[path] = self._place_object(path, value)
+        return leaves
+
+    def _place_object(self, path: str, value: Any) -> Any:
+        node = self.graph.placeholder(path.replace(".", "_"))
+        node.meta["input"] = path
+        tensors = [part for _, part in object_parts(value) if isinstance(part, torch.Tensor)]
+        with real_tensors():
+            copy = deepcopy(value, {id(tensor): self.fake(tensor) for tensor in tensors})
+        for steps, part in object_parts(copy):
+            part_node = node
+            for kind, key in steps:
+                step = getattr if kind == "attribute" else replay.getitem
+                part_node = self.graph.call_function(step, (part_node, key))
+            part_node.meta["object"] = True
+            self._know(part, part_node)
+        return copy
+
+    # ---- one call of torch's API --------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.inside_opaque or torch.compiler.is_compiling() or _is_plain_property(func):
+            return func(*args, **kwargs)
+        if func is torch.Tensor.__iter__:
+            return iter(self.__torch_function__(torch.Tensor.unbind, types, args, kwargs))
+        versions = [(t, version(t)) for t in tensors_in((args, kwargs))]
+        try:
+            result = func(*args, **kwargs)
+        except NEEDS_VALUES:
+            result = self._answer(func, args, kwargs)
+        except RuntimeError as error:  # .numpy() of a fake tensor
+            if _name(func) != "numpy":
+                raise
+            result = self._answer(func, args, kwargs, cause=error)
+        written = [tensor for tensor, before in versions if version(tensor) != before]
+        fresh = any(id(t) not in self.nodes for t in tensors_in(result))
+        if fresh or written:
+            operation, call_args = replay.as_node_call(func, args)
+            node = self.create(operation, call_args, kwargs)
+            self._know_result(result, node, written)
+        return result
+
+    def create(self, operation: replay.Operation, args: Any, kwargs: Any) -> fx.Node:
+        node_args, node_kwargs = self._to_nodes(tuple(args)), self._to_nodes(dict(kwargs))
+        kind, target = operation
+        ambient = _ambient()
+        if ambient != self.ambient:
+            if kind == "call_module":
+                module = self.graph.get_attr(target)
+                kind, target, node_args = "call_function", replay.call, (module, *node_args)
+            elif kind == "call_method":
+                kind, target = "call_function", replay.method(target)
+            target = replay.under_autocast(target, ambient)
+        node = self.graph.create_node(kind, target, node_args, node_kwargs)
+        if self.flop_counter is not None:
+            node.meta["flops"] = self.flop_counter.get_total_flops() - self.flops_before
+            self._skip_flops()
+        return node
+
+    def _skip_flops(self) -> None:
+        """What has been counted so far belongs to no later node."""
+        if self.flop_counter is not None:
+            self.flops_before = self.flop_counter.get_total_flops()
+
+    def _know_result(self, result: Any, node: fx.Node, written: list[torch.Tensor]) -> None:
+        """Name the tensors in a node's result, then every tensor whose memory the node wrote into."""
+        if isinstance(result, torch.Tensor):
+            if id(result) not in self.nodes or any(result is tensor for tensor in written):
+                self._know(result, node)
+        else:
+            self._know_parts(result, node)
+        if not written:
+            return
+        node.meta["writes"] = True
+        storages = {storage_key(tensor) for tensor in written}
+        for value, known in list(self.nodes.values()):
+            if known is not node and _is_dense_tensor(value) and storage_key(value) in storages:
+                self._refuse_foreign(value, known)
+                known.meta["overwritten"] = True
+                self._know(value, self.graph.call_function(replay.written, (known, node)))
+
+    def _know_parts(self, result: Any, node: fx.Node) -> None:
+        for access, part in _parts(result):
+            if isinstance(part, torch.Tensor) and id(part) in self.nodes:
+                continue
+            has_tensors = isinstance(part, torch.Tensor) or any(True for _ in tensors_in(part))
+            if not has_tensors:
+                continue
+            part_node = self.graph.call_function(replay.getitem, (node, access))
+            if isinstance(part, torch.Tensor):
+                self._know(part, part_node)
+            else:
+                self._know_parts(part, part_node)
+
+    def _refuse_foreign(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            raise WritesIntoInputError(node.meta["input"])
+        if node.op == "get_attr":
+            raise CaptureError(
+                f"the forward of {type(self.model).__name__} writes in place into {node.target!r} ({model_line()}). "
+                "Every stage would do that to its own copy, so it cannot be split as it is."
+            )
+
+    def _know(self, value: Any, node: fx.Node) -> None:
+        if isinstance(value, torch.Tensor):
+            node.meta["shape"], node.meta["dtype"] = tuple(value.shape), value.dtype
+            node.meta["stride"], node.meta["device"] = value.stride(), value.device
+        self.nodes[id(value)] = (value, node)
+
+    # ---- one call of a module -----------------------------------------------------------------------------------------
+
+    def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.inside_opaque or id(module) not in self.opaque:
+            return self.plain_call(module, *args, **kwargs)
+        versions = [(t, version(t)) for t in tensors_in((args, kwargs))]
+        name = self.modules[id(module)]
+        self._skip_flops()
+        node_arguments = self._to_nodes(args), self._to_nodes(kwargs)  # as they are before the call changes them
+        self.inside_opaque = True
+        try:
+            result = self.plain_call(module, *args, **kwargs)
+        except NEEDS_VALUES:
+            result = self._run_looking_at_values(module, args, kwargs)
+        finally:
+            self.inside_opaque = False
+        node = self.create(("call_module", name), *node_arguments)
+        if id(module) in self.blocks:
+            node.meta["block"] = name
+        written = [tensor for tensor, before in versions if version(tensor) != before]
+        self._know_result(result, node, written)
+        return result
+
+    def _run_looking_at_values(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block whose inner code looks at values, to learn the shape of its output.
+
+        Its inside is recorded for once, so that questions can be answered; nothing of that record is used.
+        """
+        self.inside_opaque = False
+        self.opaque.remove(id(module))
+        self._skip_flops()
+        flops_before, counter, self.flop_counter = self.flops_before, self.flop_counter, None
+        try:
+            with self.values.stand_ins():
+                result = self.plain_call(module, *args, **kwargs)
+        finally:
+            self.opaque.add(id(module))
+            self.flops_before, self.flop_counter = flops_before, counter
+        given = {id(tensor) for tensor in tensors_in((args, kwargs))}
+        for tensor in tensors_in(result):
+            if id(tensor) not in given:
+                self.nodes.pop(id(tensor), None)
+        return result
+
+    def _create_block_mask(self, original: Callable[..., Any], mask_mod: Any, *args: Any, **kwargs: Any) -> Any:
+        """Flex attention's masks are made by vmap over a Python function: run it on real values, record the result."""
+        try:
+            mask_mod = self.values.with_real_closure(mask_mod)
+        except ValueNeededError as error:
+            raise CaptureError(f"the block mask made at {model_line()} needs {error}.") from None
+        self.inside_opaque = True
+        try:
+            with real_tensors():
+                return original(mask_mod, *args, **kwargs)
+        finally:
+            self.inside_opaque = False
+
+    # ---- values as nodes ----------------------------------------------------------------------------------------------
+
+    def _to_nodes(self, value: Any, output: bool = False) -> Any:
+        if isinstance(value, fx.Node) or value is Ellipsis or isinstance(value, torch.memory_format | torch.layout):
+            return value
+        if isinstance(value, torch.Tensor):
+            return self.node_of(value)
+        if isinstance(value, torch.Size):
+            return tuple(value)
+        if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+            return value.item()  # its own repr is no code
+        if isinstance(value, enum.Enum):
+            return self._constant(value)
+        if isinstance(value, CONSTANTS):
+            return value
+        if id(value) in self.nodes:
+            return self.nodes[id(value)][1]
+        if isinstance(value, slice):
+            return slice(*(self._to_nodes(part) for part in (value.start, value.stop, value.step)))
+        if output and hasattr(value, "to_tuple"):  # diffusers' output classes: a dict with a type
+            return replay.Rebuilt(type(value), {name: self._to_nodes(item, output) for name, item in value.items()})
+        if is_namedtuple(value):
+            items = [self._to_nodes(item, output) for item in value]
+            return replay.Rebuilt(type(value), dict(zip(value._fields, items, strict=True)))
+        if isinstance(value, list | tuple):
+            return type(value)(self._to_nodes(item, output) for item in value)
+        if isinstance(value, dict):
+            return {name: self._to_nodes(item, output) for name, item in value.items()}
+        return self._object(value)
+
+    def _object(self, value: Any) -> fx.Node:
+        """An object that glue made and hands to a block or returns: made again at each call from what is in it."""
+        parts = [
+            p for _, p in object_parts(value, known=self.nodes) if isinstance(p, torch.Tensor) or id(p) in self.nodes
+        ]
+        template = self._constant(replay.Template.of(value, parts))
+        node_parts = [self._to_nodes(part) for part in parts]
+        node = self.graph.call_function(replay.instantiate, (template, node_parts, self.made))
+        node.meta["template"] = template.target
+        self._know(value, node)
+        return node
+
+    def node_of(self, tensor: torch.Tensor) -> fx.Node:
+        if id(tensor) in self.nodes:
+            return self.nodes[id(tensor)][1]
+        if id(tensor) in self.names:
+            node = self.graph.get_attr(self.names[id(tensor)])
+        elif not is_fake(tensor):
+            node = self._constant(tensor)
+        else:
+            raise CaptureError(
+                f"the forward of {type(self.model).__name__} uses a tensor {tuple(tensor.shape)} that was made where it "
+                f"cannot be recorded, at {model_line()}. If a helper thread or a compiled function made it, name the "
+                "blocks with blocks=[...] so that this code lies inside a block."
+            )
+        self._know(tensor, node)
+        return node
+
+    def _constant(self, value: Any) -> fx.Node:
+        target = f"_constants.{len(self.constants)}"
+        self.constants[target] = value
+        return self.graph.get_attr(target)
+
+    # ---- questions about values ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def known_as(self, nodes: dict[int, tuple[Any, fx.Node]]) -> Iterator[None]:
+        """Inside this context these values (by id) have other nodes than they were recorded with."""
+        saved, self.nodes = self.nodes, {**self.nodes, **nodes}
+        try:
+            yield
+        finally:
+            self.nodes = saved
+
+    def _answer(self, func: Any, args: Any, kwargs: Any, cause: BaseException | None = None) -> Any:
+        try:
+            return self.values.answer(func, args, kwargs)
+        except ValueNeededError as error:
+            raise CaptureError(
+                f"the forward of {type(self.model).__name__} looks at values at {model_line()}: {_name(func)} needs "
+                f"{error}. Masks, lengths and embeddings can be looked at when they are given with values; latents and "
+                "timesteps cannot, since they change at every step."
+            ) from cause
+
+
+class WritesIntoInputError(Exception):
+    """The forward writes into the input at this path; the trace must start again on a copy of it."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+def trace(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    blocks: Iterable[str],
+    inputs: CallInputs,
+    main_input: str,
+    count_flops: bool = False,
+) -> Tracer:
+    """Record one call of `forward`, a bound method of `model`, with `blocks` as opaque calls.
+
+    With `count_flops` every node carries its floating-point operations in `meta["flops"]`.
+
+    Raises:
+        CaptureError: the glue does something that cannot be recorded; names the model's line.
+    """
+    blocks = list(blocks)
+    copied: frozenset[str] = frozenset()
+    with CAPTURE_LOCK:
+        while True:
+            tracer = Tracer(model, blocks, inputs, main_input, copied, count_flops)
+            try:
+                tracer.run(forward)
+                return tracer
+            except WritesIntoInputError as error:
+                copied |= {error.path}
+
+
+def model_line() -> str:
+    """Where in the model's code we are: the innermost frame outside torch and this package."""
+    own = __name__.split(".")[0]
+    for frame in reversed(traceback.extract_stack()):
+        path = frame.filename.replace("\\", "/")
+        if not any(f"/{package}/" in path for package in ("torch", own)) and "<" not in path:
+            return f"{path}:{frame.lineno} ({(frame.line or '').strip()})"
+    return "an unknown line"
+
+
+def _device_of(inputs: CallInputs, model: nn.Module) -> torch.device:
+    """The device of the capture: that of the weights, or of the inputs where the weights are not there yet."""
+    devices = [p.device for p in model.parameters() if p.device.type != "meta"]
+    devices += [t.device for t in inputs.tensors.values()]
+    return devices[0] if devices else torch.device("cpu")
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
+
+
+def _is_opaque(module: nn.Module) -> bool:
+    path = type(module).__module__ + "."
+    if isinstance(module, CONTAINERS) or not path.startswith(OPAQUE_PACKAGES):
+        return False
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+
+
+def _is_plain_property(func: Any) -> bool:
+    return getattr(func, "__name__", "") == "__get__" and getattr(func.__self__, "__name__", "") in NOT_RECORDED
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", str(func))
+
+
+def _ambient() -> tuple[Any, ...]:
+    return autocast_state("cpu"), autocast_state("cuda")
+
+
+def _is_dense_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, list | tuple):
+        return enumerate(value)
+    if isinstance(value, dict):
+        return value.items()
+    return ()

@@ -1,0 +1,122 @@
+"""SplitModel: a model cut into stages, run in one process or handed to torch's pipeline schedules."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import PipelineStage
+
+from dit_pipelining.capture.graph import BlockGraph, CaptureCache
+from dit_pipelining.capture.signature import CallInputs, bind, flatten_inputs
+from dit_pipelining.costs.model_costs import weight_sizes
+from dit_pipelining.errors import ConfigError
+from dit_pipelining.lowering.boundary import BoundaryValue, plan_stages
+from dit_pipelining.lowering.stage import StageModule, build_program
+from partitioners import Partition
+
+
+class SplitModel:
+    """A model cut into pipeline stages.
+
+    Made by `split_model`. Calling it runs all stages in this process and returns what the model returns. Inputs of
+    another signature (other shapes, dtypes, structure) are captured when they first come; the stages keep their weights.
+
+    Attributes:
+        model: the unsplit model.
+        partition: number of blocks per stage.
+        stages: one StageModule per stage.
+        graph: the forward as captured with the example inputs.
+        boundaries: what crosses between stage i and i + 1, with the example inputs.
+    """
+
+    def __init__(self, model: nn.Module, captures: CaptureCache, graph: BlockGraph, partition: Partition) -> None:
+        self.model = model
+        self.partition = partition
+        self.graph = graph
+        self._captures = captures
+        self._parameter_counts = {name: elements for name, (elements, _) in weight_sizes(model).items()}
+        plans = plan_stages(graph, partition, self._parameter_counts)
+        self.boundaries: list[tuple[BoundaryValue, ...]] = [plan.boundary for plan in plans[:-1]]
+        self.stages = [
+            StageModule(model, plan.index, partition.num_stages, plan.weights, self.resolve) for plan in plans
+        ]
+        for stage in self.stages:
+            stage.add_program(build_program(graph, plans, stage.stage_index))
+
+    @property
+    def num_stages(self) -> int:
+        return self.partition.num_stages
+
+    def resolve(self, kwargs: Mapping[str, Any]) -> tuple[BlockGraph, CallInputs]:
+        """The graph for these inputs, captured and lowered to all stages if it is new.
+
+        Raises:
+            CaptureError: the forward cannot be recorded with these inputs.
+            PartitionError: with these inputs the forward runs another number of blocks.
+        """
+        inputs = flatten_inputs(kwargs)
+        graph = self._captures.get(kwargs, inputs)
+        if not self.stages[0].has_program(graph):
+            partition = self._partition_of(graph)
+            held = [stage.held_weights for stage in self.stages]
+            plans = plan_stages(graph, partition, self._parameter_counts, held)
+            for stage in self.stages:
+                stage.add_program(build_program(graph, plans, stage.stage_index))
+        return graph, inputs
+
+    def _partition_of(self, graph: BlockGraph) -> Partition:
+        """The partition of a graph that may run fewer or more block calls: a block stays where its weights are."""
+        if len(graph.blocks) == self.partition.num_blocks:
+            return self.partition
+        stage_of: dict[str, int] = {}
+        for stage, (start, end) in enumerate(self.partition.ranges):
+            for node in self.graph.blocks[start:end]:
+                stage_of.setdefault(str(node.target), stage)
+        counts = [0] * self.num_stages
+        previous = 0
+        for node in graph.blocks:
+            previous = max(previous, stage_of.get(str(node.target), previous))
+            counts[previous] += 1
+        return Partition(tuple(counts), allow_empty=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run all stages in this process; takes and returns what the model's forward does."""
+        graph, inputs = self.resolve(bind(self.model.forward, args, kwargs))
+        leaves = inputs.leaves
+        tensors: Sequence[torch.Tensor] = ()
+        for stage in self.stages:
+            tensors = stage.run(graph, tensors, leaves)
+        return graph.rebuild_output(tensors, inputs)
+
+    def pipeline_stage(
+        self, stage_index: int, device: torch.device | str, group: ProcessGroup | None = None
+    ) -> PipelineStage:
+        """A torch `PipelineStage` of one stage, for `ScheduleGPipe` and the other schedules.
+
+        The example inputs given to `split_model` must be those of one microbatch. Metadata of inputs and outputs is known
+        from the capture, so no extra forward runs at the first step. Every rank passes the model's inputs to
+        `schedule.step(**kwargs)`; the last stage returns the flat tensors of the model's output.
+
+        Args:
+            stage_index: 0 to num_stages - 1.
+            device: where the stage runs; its weights must be there.
+            group: process group of the pipeline; default: all ranks.
+
+        Raises:
+            ConfigError: there is no such stage.
+        """
+        if not 0 <= stage_index < self.num_stages:
+            raise ConfigError(f"there is no stage {stage_index}; this split has stages 0 to {self.num_stages - 1}.")
+        stage = self.stages[stage_index]
+        received, sent = stage.wire_metadata(self.graph)
+        return PipelineStage(
+            stage,
+            stage_index,
+            self.num_stages,
+            torch.device(device),
+            input_args=received,
+            output_args=sent,
+            group=group,
+        )

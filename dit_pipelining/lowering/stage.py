@@ -1,0 +1,188 @@
+"""StageModule: one stage of a split model, an nn.Module whose state dict is a subset of the model's own."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dit_pipelining.capture.code import Function, compile_nodes
+from dit_pipelining.capture.graph import BlockGraph
+from dit_pipelining.capture.signature import CallInputs
+from dit_pipelining.lowering.boundary import BoundaryValue, StagePlan
+from dit_pipelining.lowering.invariant import InvariantGroup, split_invariant
+
+
+@dataclass(frozen=True, eq=False)
+class StageProgram:
+    """What a stage runs for one captured graph.
+
+    Attributes:
+        graph: the captured forward.
+        plan: the stage's part of it.
+        received: what comes from the stage before.
+        sent: what goes to the next stage; empty for the last one.
+        inputs: paths of the model inputs the program reads at every step.
+        groups: what it computes once per denoising loop.
+    """
+
+    graph: BlockGraph
+    plan: StagePlan
+    received: tuple[BoundaryValue, ...]
+    sent: tuple[BoundaryValue, ...]
+    inputs: tuple[str, ...]
+    groups: tuple[InvariantGroup, ...]
+    function: Function
+
+    def run(
+        self, root: nn.Module, received: Sequence[torch.Tensor], leaves: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, ...]:
+        """Run on tensors as they were sent; returns tensors to send, or the output tensors of the last stage."""
+        arguments = [value.from_wire(tensor) for value, tensor in zip(self.received, received, strict=True)]
+        arguments += [leaves[path] for path in self.inputs]
+        for group in self.groups:
+            arguments += group.kept.get(root, leaves)
+        outputs = self.function(root, *arguments)
+        if not self.sent:
+            return outputs
+        return tuple(value.to_wire(tensor) for value, tensor in zip(self.sent, outputs, strict=True))
+
+
+def build_program(graph: BlockGraph, plans: Sequence[StagePlan], index: int) -> StageProgram:
+    """Compile the part of stage `index` of a captured graph."""
+    plan = plans[index]
+    groups, nodes = split_invariant(graph, plan.computed, plan.sent)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    hoisted = [value for group in groups for value in group.values]
+    function = compile_nodes(nodes, plan.sent, [*plan.received, *inputs, *hoisted], graph.constants)
+    return StageProgram(
+        graph=graph,
+        plan=plan,
+        received=plans[index - 1].boundary if index else (),
+        sent=plan.boundary if index < len(plans) - 1 else (),
+        inputs=tuple(node.meta["input"] for node in inputs),
+        groups=tuple(groups),
+        function=function,
+    )
+
+
+Resolve = Callable[[Mapping[str, Any]], tuple[BlockGraph, CallInputs]]
+
+
+class StageModule(nn.Module):
+    """The blocks of one stage and the glue parameters it uses, under the model's own names.
+
+    The modules are those of the model it was made from, so that adapters, hooks, compiled blocks and attention backends
+    of theirs keep working. Programs of further signatures are added with `add_program` and share the weights.
+
+    Args:
+        model: the model the graph was captured from, with weights or without.
+        index: of the stage.
+        num_stages: of the pipeline.
+        weights: names of the modules, parameters and buffers to hold.
+        resolve: gives the graph for a call's keyword arguments, with its program added; used by `forward`.
+    """
+
+    def __init__(
+        self, model: nn.Module, index: int, num_stages: int, weights: frozenset[str], resolve: Resolve
+    ) -> None:
+        super().__init__()
+        self.resolve = resolve
+        self.stage_index = index
+        self.num_stages = num_stages
+        self.held_weights = weights
+        self.programs: dict[int, StageProgram] = {}
+        for name in sorted(weights, key=lambda name: (name.count("."), name)):
+            _hold(self, model, name)
+        self.train(model.training)
+
+    def add_program(self, program: StageProgram) -> None:
+        self.programs[id(program.graph)] = program
+
+    def has_program(self, graph: BlockGraph) -> bool:
+        return id(graph) in self.programs
+
+    def forward(self, *received: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        """Run the stage as torch's schedules do.
+
+        Args:
+            received: what the stage before sent; nothing for the first stage.
+            kwargs: the model's own inputs.
+
+        Returns:
+            the tensors for the next stage, or the flat output tensors of the model from the last stage.
+        """
+        graph, inputs = self.resolve(kwargs)
+        return self.run(graph, received, inputs.leaves)
+
+    def wire_metadata(self, graph: BlockGraph) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Tensors on the meta device like those the stage receives and returns for this graph."""
+        program = self.programs[id(graph)]
+        received = tuple(torch.empty(v.wire_shape, dtype=v.dtype, device="meta") for v in program.received)
+        if program.sent:
+            return received, tuple(torch.empty(v.wire_shape, dtype=v.dtype, device="meta") for v in program.sent)
+        outputs = (node.meta for node in graph.output_nodes)
+        return received, tuple(
+            torch.empty_strided(meta["shape"], meta["stride"], dtype=meta["dtype"], device="meta") for meta in outputs
+        )
+
+    def run(
+        self, graph: BlockGraph, received: Sequence[torch.Tensor], leaves: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, ...]:
+        """Run the stage for one captured graph.
+
+        Args:
+            graph: a graph whose program was added.
+            received: the tensors the stage before sent, in their order; empty for the first stage.
+            leaves: tensors and objects of the call's inputs by path (`CallInputs.leaves`).
+
+        Returns:
+            the tensors for the next stage, or the output tensors (`BlockGraph.output_nodes`) from the last stage.
+        """
+        program = self.programs[id(graph)]
+        if graph.lora_scale == 1.0:
+            return program.run(self, received, leaves)
+        from diffusers.utils.peft_utils import scale_lora_layers, unscale_lora_layers
+
+        scale_lora_layers(self, graph.lora_scale)
+        try:
+            return program.run(self, received, leaves)
+        finally:
+            unscale_lora_layers(self, graph.lora_scale)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.parameters())
+
+    def extra_repr(self) -> str:
+        return f"stage {self.stage_index + 1} of {self.num_stages}"
+
+
+def _hold(stage: nn.Module, model: nn.Module, name: str) -> None:
+    """Put the model's module, parameter or buffer of this name into the stage under the same name."""
+    parent_name, _, key = name.rpartition(".")
+    if _resolves(stage, name):
+        return  # lies inside a module that is held as a whole
+    owner = model.get_submodule(parent_name)
+    parent = stage
+    for part in parent_name.split(".") if parent_name else ():
+        if part not in parent._modules:
+            parent.add_module(part, nn.Module())
+        parent = parent.get_submodule(part)
+    value = getattr(owner, key)
+    if isinstance(value, nn.Module):
+        parent.add_module(key, value)
+    elif key in owner._buffers:
+        parent.register_buffer(key, value, persistent=key not in owner._non_persistent_buffers_set)
+    else:
+        parent.register_parameter(key, value)
+
+
+def _resolves(root: nn.Module, name: str) -> bool:
+    value: Any = root
+    for part in name.split("."):
+        if part not in {**value._modules, **value._parameters, **value._buffers}:
+            return False
+        value = getattr(value, part)
+    return True

@@ -1,0 +1,210 @@
+"""The smallest bottleneck, by an exact dynamic programme."""
+
+import math
+import operator
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TypeAlias
+
+from partitioners.costs import ModelCosts, RankSpec
+from partitioners.errors import DoesNotFitError
+from partitioners.partition import Partition, check_stages
+
+TIE_TOLERANCE = 1e-9
+"""Bottlenecks this close, relative to the smallest, count as equal: sums of floats differ by more than nothing."""
+
+StageCost: TypeAlias = Callable[[int, int], float]
+"""What blocks start to end cost on one stage. Never grows when start moves towards end."""
+
+
+def balanced(costs: ModelCosts, ranks: Sequence[RankSpec]) -> Partition:
+    """The partition whose busiest stage is least busy, among those that fit into every rank's memory.
+
+    How busy a stage is and what it must hold are `Partition.stage_seconds` and `Partition.stage_bytes`. A rank gets no
+    blocks only where each partition with fewer empty stages is slower. Partitions that are equally fast are told apart
+    by, in this order: fewer empty stages; fewer bytes over all boundaries; the smallest largest count, then the
+    smallest second largest, and so on; extra blocks where `uniform` would put them. So equal blocks on equal ranks are
+    split as `uniform` splits them.
+
+    It takes O(stages * blocks^2) steps at worst, mostly far fewer.
+
+    Args:
+        costs: The model.
+        ranks: One entry per stage, in pipeline order.
+
+    Raises:
+        DoesNotFitError: If no partition fits, with what each rank lacks in the one whose largest shortfall is smallest.
+        TooManyStagesError: If there are more ranks than blocks.
+        PartitionError: If there are no ranks.
+    """
+    check_stages(costs, ranks)
+    if any(rank.memory_bytes is not None for rank in ranks):
+        shortfall_costs = _stage_shortfalls(costs, ranks)
+        shortfall = _smallest_bottleneck(costs.num_blocks, shortfall_costs)
+        if shortfall > 0:
+            counts = _first_of_ties(costs, shortfall_costs, shortfall)
+            shortfalls = Partition(counts, allow_empty=True).shortfalls(costs, ranks)
+            raise DoesNotFitError(counts, shortfalls, _smallest_num_ranks(costs, ranks))
+    else:
+        shortfall_costs = None
+    stage_costs = _stage_seconds(costs, ranks, shortfall_costs)
+    seconds = _smallest_bottleneck(costs.num_blocks, stage_costs)
+    return Partition(_first_of_ties(costs, stage_costs, seconds * (1 + TIE_TOLERANCE)), allow_empty=True)
+
+
+def _stage_seconds(
+    costs: ModelCosts, ranks: Sequence[RankSpec], shortfalls: Sequence[StageCost] | None
+) -> list[StageCost]:
+    """Per stage, seconds of a run of blocks; infinite where it lacks memory."""
+    num_blocks = costs.num_blocks
+    elapsed = list(accumulate((block.seconds for block in costs.blocks), initial=0.0))
+
+    def of_stage(stage: int, rank: RankSpec) -> StageCost:
+        speed = rank.speed
+        glue = math.fsum(cost.seconds for cost in costs.glue(stage, len(ranks)))
+        besides = [rank.fixed_seconds] * (num_blocks + 1)
+        if stage < len(ranks) - 1:
+            besides = [
+                rank.fixed_seconds + rank.transfer_seconds(costs.boundary_bytes(end)) for end in range(num_blocks + 1)
+            ]
+        first_start = _first_starts(num_blocks, shortfalls[stage]) if shortfalls else [0] * (num_blocks + 1)
+
+        def seconds(start: int, end: int) -> float:
+            if start < first_start[end]:
+                return math.inf
+            return (elapsed[end] - elapsed[start] + glue) / speed + besides[end]
+
+        return seconds
+
+    return [of_stage(stage, rank) for stage, rank in enumerate(ranks)]
+
+
+def _stage_shortfalls(costs: ModelCosts, ranks: Sequence[RankSpec]) -> list[StageCost]:
+    """Per stage, the bytes that a rank lacks for a run of blocks."""
+    weights = list(accumulate((block.parameter_bytes for block in costs.blocks), initial=0))
+    activations = [block.activation_bytes for block in costs.blocks]
+    # peaks[start][end - start]: the largest activation of blocks start to end.
+    peaks = [list(accumulate(activations[start:], max, initial=0)) for start in range(costs.num_blocks + 1)]
+
+    def of_stage(stage: int, rank: RankSpec) -> StageCost:
+        limit = rank.memory_bytes
+        glue = costs.glue(stage, len(ranks))
+        held = sum(cost.parameter_bytes for cost in glue) + costs.replicated_bytes + rank.fixed_bytes
+        glue_peak = max((cost.activation_bytes for cost in glue), default=0)
+
+        def shortfall(start: int, end: int) -> float:
+            if limit is None:
+                return 0
+            need = weights[end] - weights[start] + held + max(peaks[start][end - start], glue_peak)
+            return need - limit if need > limit else 0
+
+        return shortfall
+
+    return [of_stage(stage, rank) for stage, rank in enumerate(ranks)]
+
+
+def _first_starts(num_blocks: int, shortfall: StageCost) -> list[int]:
+    """For each end, the smallest start from which the blocks fit; end + 1 where not even an empty stage fits."""
+    starts = []
+    start = 0
+    for end in range(num_blocks + 1):
+        while start <= end and shortfall(start, end) > 0:
+            start += 1
+        starts.append(start)
+    return starts
+
+
+def _smallest_bottleneck(num_blocks: int, stage_costs: Sequence[StageCost]) -> float:
+    """The smallest possible largest stage cost, empty stages included."""
+    first, *others = stage_costs
+    best = [first(0, end) for end in range(num_blocks + 1)]
+    for stage_cost in others:
+        floors = list(accumulate(best, min))
+        best = [_smallest_with_last_stage(best, floors, stage_cost, end) for end in range(num_blocks + 1)]
+    return best[num_blocks]
+
+
+def _smallest_with_last_stage(best: Sequence[float], floors: Sequence[float], stage_cost: StageCost, end: int) -> float:
+    """The smallest bottleneck of the first `end` blocks.
+
+    Args:
+        best: The smallest bottleneck of the stages before the last, for each start of the last.
+        floors: For each start, the smallest of `best` up to there.
+        stage_cost: The last stage's.
+        end: Where the last stage ends.
+    """
+    smallest = math.inf
+    for start in range(end, -1, -1):
+        cost = stage_cost(start, end)
+        # Every smaller start costs this stage as much or more, and the stages before it as much as the floor or more.
+        if cost >= smallest or floors[start] >= smallest:
+            break
+        smallest = min(smallest, max(cost, best[start]))
+    return smallest
+
+
+# [Note: ties as one integer]
+# The rules that tell ties apart are sums over the stages, compared one after the other. Packed into one integer, most
+# important rule in the highest bits, they add and compare at the speed of integers. "Smallest largest count, then
+# smallest second largest, ..." is a sum too: a stage of n blocks adds 1 to digit n of a number whose digits are wide
+# enough for the number of stages, so the number is the histogram of the counts, with the largest count's digit on top.
+
+
+def _first_of_ties(costs: ModelCosts, stage_costs: Sequence[StageCost], limit: float) -> tuple[int, ...]:
+    """Among the partitions whose stages all cost at most `limit`, the counts of the one that `balanced` prefers."""
+    num_blocks, num_stages = costs.num_blocks, len(stage_costs)
+    boundaries = [costs.boundary_bytes(end) for end in range(num_blocks + 1)]
+
+    # Where extra blocks go: the stage before the last is the cheapest place, then backwards; the last is the dearest.
+    places = [*range(num_stages - 2, -1, -1), num_stages - 1]
+    digit = num_stages.bit_length()
+    evenness_shift = (num_blocks * num_stages).bit_length()
+    boundary_shift = evenness_shift + digit * (num_blocks + 1)
+    empty_shift = boundary_shift + (max(boundaries) * num_stages).bit_length()
+    unreachable = 1 << (empty_shift + digit)
+
+    keys = [0] + [unreachable] * num_blocks
+    chosen_starts = []
+    for stage, stage_cost in enumerate(stage_costs):
+        # steps[num_blocks - count]: what a stage of `count` blocks adds.
+        steps = [(1 << (evenness_shift + digit * count)) + places[stage] * count for count in range(num_blocks, -1, -1)]
+        steps[num_blocks] += 1 << empty_shift
+        row, starts = [], []
+        for end in range(num_blocks + 1):
+            first = bisect_left(range(end + 1), True, key=lambda start: stage_cost(start, end) <= limit)
+            candidates = list(map(operator.add, keys[first : end + 1], steps[num_blocks - end + first :]))
+            smallest = min(candidates, default=unreachable)
+            starts.append(first + candidates.index(smallest) if candidates else end)
+            row.append(smallest + (boundaries[end] << boundary_shift if stage < num_stages - 1 else 0))
+        keys = row
+        chosen_starts.append(starts)
+
+    counts = []
+    end = num_blocks
+    for starts in reversed(chosen_starts):
+        counts.append(end - starts[end])
+        end = starts[end]
+    return tuple(reversed(counts))
+
+
+def _smallest_num_ranks(costs: ModelCosts, ranks: Sequence[RankSpec]) -> int | None:
+    """How many ranks like these hold the model; None if they differ in memory, or if one rank per block is too few."""
+    rank = ranks[0]
+    if any((other.memory_bytes, other.fixed_bytes) != (rank.memory_bytes, rank.fixed_bytes) for other in ranks):
+        return None
+    only = _stage_shortfalls(costs, [rank])[0]
+    first, middle, last = _stage_shortfalls(costs, [rank] * 3)
+    num_blocks = costs.num_blocks
+    if only(0, num_blocks) == 0:
+        return 1
+    # As many blocks as fit on each rank in turn: what one rank takes, no later rank needs room for.
+    start, stage_cost = 0, first
+    for num_ranks in range(2, num_blocks + 1):
+        fitting = [end for end in range(start, num_blocks + 1) if stage_cost(start, end) == 0]
+        if not fitting:
+            return None
+        start, stage_cost = fitting[-1], middle
+        if last(start, num_blocks) == 0:
+            return num_ranks
+    return None
