@@ -70,3 +70,9 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def autocast_state(device_type: str) -> tuple[str, bool, torch.dtype]:
     return device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+
+def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
+    """Device and dtype among the arguments of `Module.to`."""
+    device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+    return device, dtype

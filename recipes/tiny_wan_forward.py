@@ -87,7 +87,7 @@ class _WeightedCrossAttention:
         attention_mask: None = None,
         rotary_emb: None = None,
     ) -> torch.Tensor:
-        text, bias = encoder_hidden_states[..., :-1], encoder_hidden_states[..., -1]
+        text, bias = encoder_hidden_states[..., :-1], encoder_hidden_states[..., -1].detach()
         query = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1)).transpose(1, 2)
         key = attn.norm_k(attn.to_k(text)).unflatten(2, (attn.heads, -1)).transpose(1, 2)
         value = attn.to_v(text).unflatten(2, (attn.heads, -1)).transpose(1, 2)

@@ -45,18 +45,19 @@ def _is_or_wraps(module: nn.Module, classes: set[str]) -> bool:
 def _chosen(model: nn.Module, blocks: Sequence[str]) -> list[str]:
     known = dict(model.named_modules())
     names: list[str] = []
-    for name in [blocks] if isinstance(blocks, str) else blocks:
+    blocks = [blocks] if isinstance(blocks, str) else list(blocks)
+    for name in blocks:
         if not name or name not in known:
             available = ", ".join(_outermost_lists(model)) or "none"
             raise BlocksNotFoundError(
-                f"blocks={list(blocks)!r}: {type(model).__name__} has no submodule {name!r}. Its block lists: {available}."
+                f"blocks={blocks!r}: {type(model).__name__} has no submodule {name!r}. Its block lists: {available}."
             )
         module = known[name]
         names += [f"{name}.{key}" for key, _ in module.named_children()] if _is_list(module) else [name]
     for name in names:
         if any(name.startswith(f"{other}.") for other in names):
             raise BlocksNotFoundError(
-                f"blocks={list(blocks)!r}: {name!r} lies inside another chosen block. Keep one of them."
+                f"blocks={blocks!r}: {name!r} lies inside another chosen block. Keep one of them."
             )
     return list(dict.fromkeys(names))
 

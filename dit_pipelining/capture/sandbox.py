@@ -102,8 +102,13 @@ def collected_lora_scales(model: nn.Module) -> Iterator[list[float]]:
 
 def _code_files(model: nn.Module) -> list[ModuleType]:
     """Python modules that the model's code, and the wrapper around its forward, live in."""
-    names = {type(module).__module__ for module in model.modules()} | {"diffusers.utils.peft_utils"}
-    return [sys.modules[name] for name in sorted(names) if name in sys.modules and not name.startswith("torch.")]
+    own = {type(module).__module__ for module in model.modules()}
+    names = {name for name in own if not name.startswith("torch.")} | SHARED_CODE
+    return [sys.modules[name] for name in sorted(names) if name in sys.modules]
+
+
+SHARED_CODE = {"diffusers.utils.peft_utils", "torch.nn.attention.flex_attention"}
+"""Where models find functions that they do not import by name."""
 
 
 def _saved_state(module: nn.Module) -> dict[str, Any]:

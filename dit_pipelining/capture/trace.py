@@ -12,7 +12,8 @@ contiguous tensor) leaves no node, and a block that returns one of its arguments
 
 [Note: writes in place]
 A node that writes into a tensor is ordered by data flow: every tensor that shares its memory is afterwards known under a
-new node that depends on the write (`written`). A write into one of the caller's inputs, or into a parameter or buffer,
+new node that depends on the write (`written`). The node's `meta["writes"]` holds the nodes that read that memory
+before: the write must not run on an earlier stage than they do. A write into one of the caller's inputs, or into a parameter or buffer,
 would happen once per stage, so the trace starts again with a copy of that tensor taken first.
 
 [Note: values]
@@ -141,6 +142,7 @@ class Tracer(TorchFunctionMode):
             intercepted_calls(self._call) as self.plain_call,
             collected_lora_scales(self.model) as scales,
             intercepted_function(self.model, "create_block_mask", self._create_block_mask),
+            intercepted_function(self.model, "flex_attention", self._flex_attention),
             torch.inference_mode(False),
             torch.no_grad(),
             self.fake_mode,
@@ -151,6 +153,7 @@ class Tracer(TorchFunctionMode):
             with self:
                 result = forward(**kwargs)
             self.output = self._to_nodes(result, output=True)
+            self._mark_returned(result)
         self.lora_scale = scales[-1] if scales else 1.0
 
     def _fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -214,6 +217,8 @@ class Tracer(TorchFunctionMode):
                 raise
             result = self._answer(func, args, kwargs, cause=error)
         written = [tensor for tensor, before in versions if version(tensor) != before]
+        if _sets_data(func):  # x.data = y, which torch does not count as a write
+            written.append(args[0])
         fresh = any(id(t) not in self.nodes for t in tensors_in(result))
         if fresh or written:
             operation, call_args = replay.as_node_call(func, args)
@@ -244,21 +249,31 @@ class Tracer(TorchFunctionMode):
             self.flops_before = self.flop_counter.get_total_flops()
 
     def _know_result(self, result: Any, node: fx.Node, written: list[torch.Tensor]) -> None:
-        """Name the tensors in a node's result, then every tensor whose memory the node wrote into."""
-        if isinstance(result, torch.Tensor):
-            if id(result) not in self.nodes or any(result is tensor for tensor in written):
-                self._know(result, node)
-        else:
+        """Name every tensor whose memory the node wrote into, and the tensors in its result."""
+        if written:
+            self._know_written(node, written)
+        if not isinstance(result, torch.Tensor):
             self._know_parts(result, node)
-        if not written:
-            return
-        node.meta["writes"] = True
+        elif id(result) not in self.nodes or any(result is tensor for tensor in written):
+            self._know(result, node)
+
+    def _know_written(self, node: fx.Node, written: list[torch.Tensor]) -> None:
+        earlier_readers: set[fx.Node] = set()
         storages = {storage_key(tensor) for tensor in written}
         for value, known in list(self.nodes.values()):
-            if known is not node and _is_dense_tensor(value) and storage_key(value) in storages:
-                self._refuse_foreign(value, known)
+            if _is_dense_tensor(value) and storage_key(value) in storages:
+                self._refuse_foreign(known)
                 known.meta["overwritten"] = True
+                earlier_readers |= known.users.keys() - {node}
                 self._know(value, self.graph.call_function(replay.written, (known, node)))
+        node.meta["writes"] = earlier_readers
+
+    def _mark_returned(self, result: Any) -> None:
+        """What shares memory with the forward's result belongs to the caller, who may write into it."""
+        storages = {storage_key(tensor) for tensor in tensors_in(result) if _is_dense_tensor(tensor)}
+        for value, node in self.nodes.values():
+            if _is_dense_tensor(value) and storage_key(value) in storages:
+                node.meta["returned"] = True
 
     def _know_parts(self, result: Any, node: fx.Node) -> None:
         for access, part in _parts(result):
@@ -273,7 +288,7 @@ class Tracer(TorchFunctionMode):
             else:
                 self._know_parts(part, part_node)
 
-    def _refuse_foreign(self, tensor: torch.Tensor, node: fx.Node) -> None:
+    def _refuse_foreign(self, node: fx.Node) -> None:
         if node.op == "placeholder":
             raise WritesIntoInputError(node.meta["input"])
         if node.op == "get_attr":
@@ -286,6 +301,7 @@ class Tracer(TorchFunctionMode):
         if isinstance(value, torch.Tensor):
             node.meta["shape"], node.meta["dtype"] = tuple(value.shape), value.dtype
             node.meta["stride"], node.meta["device"] = value.stride(), value.device
+            node.meta["memory"] = storage_key(value) if _is_dense_tensor(value) else None
         self.nodes[id(value)] = (value, node)
 
     # ---- one call of a module -----------------------------------------------------------------------------------------
@@ -344,6 +360,23 @@ class Tracer(TorchFunctionMode):
                 return original(mask_mod, *args, **kwargs)
         finally:
             self.inside_opaque = False
+
+    def _flex_attention(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Inside a block dense attention stands in for flex attention, which torch has to compile before it runs.
+
+        Of a block's inside only shapes and FLOPs leave the trace; the FLOPs are those of the unmasked attention.
+        """
+        if not (self.inside_opaque or self.values.standing_in):
+            return original(*args, **kwargs)
+        query, key, value = (
+            kwargs[name] if name in kwargs else args[i] for i, name in enumerate(("query", "key", "value"))
+        )
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, enable_gqa=key.shape[1] != query.shape[1]
+        )
+        if kwargs.get("return_lse"):
+            return output, query.new_empty(query.shape[:-1], dtype=torch.float32)
+        return output
 
     # ---- values as nodes ----------------------------------------------------------------------------------------------
 
@@ -495,6 +528,10 @@ def _is_opaque(module: nn.Module) -> bool:
 
 def _is_plain_property(func: Any) -> bool:
     return getattr(func, "__name__", "") == "__get__" and getattr(func.__self__, "__name__", "") in NOT_RECORDED
+
+
+def _sets_data(func: Any) -> bool:
+    return getattr(func, "__name__", "") == "__set__" and getattr(func.__self__, "__name__", "") == "data"
 
 
 def _name(func: Any) -> str:

@@ -115,7 +115,7 @@ class Values:
 
     def _compute(self, node: fx.Node) -> Any:
         tracer = self.tracer
-        if self._random is not None and "shape" in node.meta and node.meta["dtype"].is_floating_point:
+        if self.standing_in and "shape" in node.meta and node.meta["dtype"].is_floating_point:
             return self._random_like(node)
         if node.op == "placeholder":
             return self._input(node.meta["input"])
@@ -180,6 +180,10 @@ class Values:
             yield
         finally:
             self.asked, self._known, self._random = asked, known, None
+
+    @property
+    def standing_in(self) -> bool:
+        return self._random is not None
 
     def _random_like(self, node: fx.Node) -> torch.Tensor:
         value = torch.rand(node.meta["shape"], generator=self._random)

@@ -32,8 +32,8 @@ def model_costs(graph: BlockGraph, model: nn.Module) -> ModelCosts:
     """Costs of each block of the main chain and of the glue before and after.
 
     Glue and side blocks between two blocks of the chain count with the block before them; glue after the last block is
-    the epilogue. Seconds are FLOPs at a nominal rate; of a graph captured without counting FLOPs, parameters stand in for
-    them (two FLOPs each for one token).
+    the epilogue. Seconds are FLOPs at a nominal rate; where the FLOPs of a block are not known (not counted, or inside flex
+    attention), parameters stand in for them (two FLOPs each for one token).
     """
     sizes = weight_sizes(model)
     chain = {node: i for i, node in enumerate(graph.blocks)}
@@ -44,7 +44,7 @@ def model_costs(graph: BlockGraph, model: nn.Module) -> ModelCosts:
         after_all_blocks = level[node] == last and node not in chain
         groups.setdefault(last + 1 if after_all_blocks else level[node], []).append(node)
     crossing = _crossing_bytes(graph, level, len(graph.blocks))
-    counted = any(node.meta.get("flops") for node in graph.graph.nodes)
+    counted = all(node.meta.get("flops") for node in graph.blocks)
 
     def cost(index: int) -> BlockCost:
         nodes = groups.get(index, [])

@@ -21,6 +21,7 @@ from functools import cached_property
 import torch
 from torch import fx
 
+from dit_pipelining.capture import replay
 from dit_pipelining.capture.graph import BlockGraph, is_tensor, value_bytes
 from dit_pipelining.capture.values import CHANGES_EACH_STEP
 from partitioners import Partition
@@ -157,6 +158,8 @@ class _Planner:
         for node in self.graph.graph.nodes:
             own = self.stage_of_block.get(node, -1)
             level[node] = max([own, *(level[source] for source in node.all_input_nodes)])
+            if level[node] >= 0:  # a write waits for what reads the memory before it
+                level[node] = max([level[node], *(level.get(reader, -1) for reader in node.meta.get("writes", ()))])
         return level
 
     def _homes(self) -> dict[fx.Node, int]:
@@ -195,10 +198,12 @@ class _Planner:
 
     def _is_received(self, node: fx.Node, stage: int) -> bool:
         if self.level[node] >= 0:
-            return self.level[node] < stage
+            return self.level[node] < stage and is_tensor(node) and not _is_overwritten_view(node)
         if self.home[node] >= stage or node.op in ("placeholder", "get_attr") or not is_tensor(node):
             # A home at or after this stage: this stage relays what a later one needs only if an earlier one made it.
             return False
+        if node.meta.get("overwritten") or "writes" in node.meta:
+            return False  # when it is sent, the stage before may have written into it
         weights = self.graph.weights_of[node]
         if self.held is not None and not weights <= self.held[stage]:
             return True
@@ -221,6 +226,20 @@ def changes_each_step(graph: BlockGraph, node: fx.Node) -> bool:
     """Whether a value depends on the latents or the time, which are new at every denoising step."""
     names = {path.split(".")[0] for path in graph.inputs_of[node]}
     return graph.main_input in names or any(CHANGES_EACH_STEP.search(name) for name in names)
+
+
+def _is_overwritten_view(node: fx.Node) -> bool:
+    """Whether a write will have to show in this view: the stage that writes has to take the view of its own copy."""
+    return bool(node.meta.get("overwritten")) and _is_view(node, node.meta["memory"])
+
+
+def _is_view(node: fx.Node, memory: int | None) -> bool:
+    if node.op == "call_module" or node.target is replay.written:
+        return False
+    return any(
+        source.meta["memory"] == memory if is_tensor(source) else _is_view(source, memory)
+        for source in node.all_input_nodes
+    )
 
 
 def _boundary_value(node: fx.Node, relayed: bool) -> BoundaryValue:

@@ -37,26 +37,39 @@ def split_invariant(
     Returns:
         the groups of invariant values that the rest uses, and the rest, in execution order.
     """
-    stable = _stable_nodes(graph, computed)
-    used_by_rest = {source for node in computed if node not in stable for source in node.all_input_nodes} | set(outputs)
+    # A value that something, or the caller, writes into later cannot be kept, and then neither can what follows from it.
+    unkept: set[fx.Node] = set()
+    while True:
+        stable = _stable_nodes(graph, computed, unkept)
+        used_by_rest = {source for node in computed if node not in stable for source in node.all_input_nodes}
+        frontier = [node for node in computed if node in stable and (node in used_by_rest or node in set(outputs))]
+        overwritten = {node for node in frontier if _is_written_into(node)}
+        if not overwritten:
+            break
+        unkept |= overwritten
     given = {node for node in stable if node.op in ("placeholder", "get_attr")}
     groups: dict[tuple[str, ...], list[fx.Node]] = {}
-    for node in computed:
-        if node in stable and node in used_by_rest and node not in given:
+    for node in frontier:
+        if node not in given:
             groups.setdefault(tuple(sorted(graph.inputs_of[node])), []).append(node)
     made = [_group(graph, inputs, values) for inputs, values in groups.items()]
-    rest = [node for node in computed if node not in stable or (node in given and node in used_by_rest)]
+    rest = [node for node in computed if node not in stable or (node in given and node in frontier)]
     return made, rest
 
 
-def _stable_nodes(graph: BlockGraph, computed: Sequence[fx.Node]) -> set[fx.Node]:
-    """Nodes whose values stay the same and whose memory nothing writes into."""
+def _is_written_into(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "get_attr"):
+        return bool(node.meta.get("overwritten"))
+    return bool(node.meta.get("overwritten") or node.meta.get("returned"))
+
+
+def _stable_nodes(graph: BlockGraph, computed: Sequence[fx.Node], unkept: set[fx.Node]) -> set[fx.Node]:
+    """Nodes whose values are the same at every step, `unkept` ones and what follows from them left out."""
     stable: set[fx.Node] = set()
     for node in computed:
-        if node.meta.get("writes") or node.meta.get("overwritten") or changes_each_step(graph, node):
+        is_object = node.op == "placeholder" and "shape" not in node.meta  # may change inside
+        if node in unkept or is_object or changes_each_step(graph, node):
             continue
-        if node.op == "placeholder" and "shape" not in node.meta:
-            continue  # an object may change inside
         if all(source in stable for source in node.all_input_nodes):
             stable.add(node)
     return stable

@@ -1,6 +1,6 @@
 """SplitModel: a model cut into stages, run in one process or handed to torch's pipeline schedules."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from dit_pipelining.capture.graph import BlockGraph, CaptureCache
 from dit_pipelining.capture.signature import CallInputs, bind, flatten_inputs
 from dit_pipelining.costs.model_costs import weight_sizes
 from dit_pipelining.errors import ConfigError
-from dit_pipelining.lowering.boundary import BoundaryValue, plan_stages
+from dit_pipelining.lowering.boundary import BoundaryValue, StagePlan, plan_stages
 from dit_pipelining.lowering.stage import StageModule, build_program
 from partitioners import Partition
 
@@ -29,15 +29,27 @@ class SplitModel:
         stages: one StageModule per stage.
         graph: the forward as captured with the example inputs.
         boundaries: what crosses between stage i and i + 1, with the example inputs.
+
+    Args:
+        prepare: called with the plans before the stages are made from the model's modules; loads weights.
     """
 
-    def __init__(self, model: nn.Module, captures: CaptureCache, graph: BlockGraph, partition: Partition) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        captures: CaptureCache,
+        graph: BlockGraph,
+        partition: Partition,
+        prepare: Callable[[list[StagePlan]], None] | None = None,
+    ) -> None:
         self.model = model
         self.partition = partition
         self.graph = graph
         self._captures = captures
         self._parameter_counts = {name: elements for name, (elements, _) in weight_sizes(model).items()}
         plans = plan_stages(graph, partition, self._parameter_counts)
+        if prepare is not None:
+            prepare(plans)
         self.boundaries: list[tuple[BoundaryValue, ...]] = [plan.boundary for plan in plans[:-1]]
         self.stages = [
             StageModule(model, plan.index, partition.num_stages, plan.weights, self.resolve) for plan in plans

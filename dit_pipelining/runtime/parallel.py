@@ -1,0 +1,81 @@
+"""Spread a pipeline's transformers over the ranks of this launch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dit_pipelining.config import ParallelConfig
+from dit_pipelining.lowering.boundary import StagePlan
+from dit_pipelining.runtime.attach import attach
+from dit_pipelining.runtime.executor import FillStage, TransformerExecutor
+from dit_pipelining.weights.load import load_weights, release_weights
+from dit_pipelining.weights.pipelines import EmptyTransformer
+
+
+def spread(
+    pipeline: Any,
+    transformers: Mapping[str, nn.Module],
+    fill: Mapping[str, FillStage],
+    config: ParallelConfig,
+    device: torch.device,
+) -> None:
+    """Attach an executor to every transformer, and put all other components on this rank's device.
+
+    Args:
+        pipeline: a diffusers pipeline; it is changed in place.
+        transformers: those of its components that are split, by name.
+        fill: how each of them gets the weights of this rank's stage.
+        config: degrees and partitioner.
+        device: of this rank.
+    """
+    rank = dist.get_rank()
+    for name, model in transformers.items():
+        executor = TransformerExecutor(name, model, model.forward, config, rank, device, fill[name])
+        attach(model, executor, device)
+    for name, component in pipeline.components.items():
+        if isinstance(component, nn.Module) and name not in transformers:
+            component.to(device)
+    pipeline.set_progress_bar_config(disable=rank != 0)
+    share_seed()
+
+
+def share_seed() -> None:
+    """Give every rank the random state of rank 0, so that a call without a generator draws the same noise everywhere."""
+    seed = [torch.initial_seed() % 2**63]
+    dist.broadcast_object_list(seed)
+    torch.manual_seed(seed[0])
+
+
+def from_checkpoint(empty: EmptyTransformer, device: torch.device) -> FillStage:
+    """Fill a stage with its tensors of the checkpoint."""
+
+    def fill(plan: StagePlan) -> None:
+        load_weights(empty.model, plan.weights, empty.checkpoint, device, empty.torch_dtype)
+
+    return fill
+
+
+def from_memory(model: nn.Module, device: torch.device) -> FillStage:
+    """Keep a stage's weights of a model that is loaded, and drop the others."""
+
+    def fill(plan: StagePlan) -> None:
+        release_weights(model, plan.weights)
+        for name in plan.weights:
+            _move(model, name, device)
+
+    return fill
+
+
+def _move(model: nn.Module, name: str, device: torch.device) -> None:
+    path, _, key = name.rpartition(".")
+    owner = model.get_submodule(path)
+    value = getattr(owner, key)
+    if isinstance(value, nn.Module):
+        value.to(device)
+    elif key in owner._buffers:
+        owner._buffers[key] = value.to(device)
+    else:
+        value.data = value.data.to(device)

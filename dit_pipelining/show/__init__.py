@@ -1,0 +1,1 @@
+"""Pictures of a split: tables for people, plain data for machines."""

@@ -1,0 +1,102 @@
+"""Where each tensor of a diffusers checkpoint lies, and how to read some of them."""
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from dit_pipelining.errors import CheckpointError
+
+WEIGHTS = "diffusion_pytorch_model"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The tensors of one model in safetensors files.
+
+    Attributes:
+        folder: that holds the files.
+        files: file of each tensor, by the tensor's name in the file.
+    """
+
+    folder: Path
+    files: Mapping[str, Path]
+
+    def names_for(self, model: nn.Module) -> dict[str, str]:
+        """Names in the files by the model's own names, old names translated as diffusers does on loading."""
+        names: OrderedDict[str, Any] = OrderedDict((name, name) for name in self.files)
+        if hasattr(model, "_fix_state_dict_keys_on_load"):
+            model._fix_state_dict_keys_on_load(names)  # type: ignore[operator]
+        return dict(names)
+
+    def read(self, names: Iterable[str], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        """Read tensors one after the other, straight to `device`, each file opened once.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.files[name], []).append(name)
+        for path, wanted in by_file.items():
+            try:
+                with safe_open(path, framework="pt", device=str(device)) as file:
+                    for name in wanted:
+                        yield name, file.get_tensor(name)
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"cannot read {path}: {error}. Download or copy the checkpoint again.") from error
+
+
+def open_checkpoint(folder: str | Path, variant: str | None = None) -> Checkpoint:
+    """Find the tensors in a model's folder: one safetensors file, or several with an index.
+
+    Args:
+        folder: of the model itself, for example `wan/transformer`.
+        variant: as in diffusers, for example `"fp16"` for `diffusion_pytorch_model.fp16.safetensors`.
+
+    Raises:
+        CheckpointError: there are no safetensors files, or a file that the index names is missing.
+    """
+    folder = Path(folder)
+    suffix = f".{variant}" if variant else ""
+    index = folder / f"{WEIGHTS}.safetensors.index{suffix}.json"
+    if index.is_file():
+        return Checkpoint(folder, _files_of_index(folder, index))
+    single = folder / f"{WEIGHTS}{suffix}.safetensors"
+    if single.is_file():
+        return Checkpoint(folder, _files_of_single(single))
+    present = sorted(path.name for path in folder.glob("*")) if folder.is_dir() else []
+    if any(name.endswith(".bin") for name in present):
+        raise CheckpointError(
+            f"{folder} holds pickled weights only ({', '.join(n for n in present if n.endswith('.bin'))}), of which a "
+            "stage cannot read a part. Save the model again with save_pretrained(safe_serialization=True)."
+        )
+    raise CheckpointError(
+        f"no weights in {folder}: expected {single.name} or {index.name}, found {', '.join(present) or 'nothing'}. "
+        + ("Leave `variant` out, or name one that is there." if variant else "Check the folder, or pass `variant=`.")
+    )
+
+
+def _files_of_index(folder: Path, index: Path) -> dict[str, Path]:
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"{index} is no index of a sharded checkpoint ({error!r}). Copy it again.") from error
+    missing = sorted({name for name in weight_map.values() if not (folder / name).is_file()})
+    if missing:
+        raise CheckpointError(f"{folder} lacks {len(missing)} of its files: {', '.join(missing)}. Copy them again.")
+    return {name: folder / file for name, file in weight_map.items()}
+
+
+def _files_of_single(path: Path) -> dict[str, Path]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict.fromkeys(file.keys(), path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}. Download or copy the checkpoint again.") from error

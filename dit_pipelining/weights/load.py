@@ -1,0 +1,118 @@
+"""Fill one stage's part of a model that was built without weights."""
+
+import re
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from dit_pipelining.errors import CheckpointError
+from dit_pipelining.weights.checkpoint import Checkpoint
+from dit_pipelining.weights.empty import loaded_dtype
+
+
+def load_weights(
+    model: nn.Module,
+    weights: Iterable[str],
+    checkpoint: Checkpoint,
+    device: torch.device,
+    torch_dtype: torch.dtype | None = None,
+) -> None:
+    """Read the tensors of some modules and parameters into `model`, each straight to `device`.
+
+    Everything else of the model stays without weights. Host memory in use at a time is about one tensor.
+
+    Args:
+        model: built by `empty_model`.
+        weights: names of modules (all their tensors), parameters and buffers, as in `StagePlan.weights`.
+        checkpoint: of the whole model.
+        device: where the tensors go.
+        torch_dtype: as given to `empty_model`.
+
+    Raises:
+        CheckpointError: tensors are missing, unexpected, or of another shape; names them all.
+    """
+    check_names(model, checkpoint)
+    stored = checkpoint.names_for(model)
+    wanted = {stored[name]: name for name in tensor_names(model, weights)}
+    for stored_name, tensor in checkpoint.read(wanted, device):
+        _assign(model, wanted[stored_name], tensor, torch_dtype)
+    _move_buffers(model, weights, device)
+
+
+def release_weights(model: nn.Module, kept: Iterable[str]) -> None:
+    """Drop the data of all parameters but those of the `kept` modules and parameters."""
+    names = set(tensor_names(model, kept))
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if name not in names and parameter.device.type != "meta":
+            owner, key = _owner(model, name)
+            owner._parameters[key] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+
+def check_names(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Compare the checkpoint's tensors with the model's, whichever stage needs them.
+
+    Raises:
+        CheckpointError: lists what is missing and what is unexpected.
+    """
+    expected = set(model.state_dict())
+    present = set(checkpoint.names_for(model))
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unexpected = sorted(n for n in present - expected if not any(re.search(pattern, n) for pattern in ignored))
+    missing = sorted(expected - present)
+    if missing or unexpected:
+        told = [
+            f"{kind} {_some(names)}" for kind, names in (("lacks", missing), ("has unexpected", unexpected)) if names
+        ]
+        raise CheckpointError(
+            f"the checkpoint in {checkpoint.folder} does not fit {type(model).__name__}: it {' and '.join(told)}. "
+            "Check that config.json and the weights belong together."
+        )
+
+
+def tensor_names(model: nn.Module, weights: Iterable[str]) -> list[str]:
+    """The names in the model's state dict that lie in these modules or are these tensors."""
+    state = model.state_dict(keep_vars=True)
+    prefixes = tuple(f"{name}." for name in weights)
+    chosen = set(weights)
+    return [name for name in state if name in chosen or name.startswith(prefixes)]
+
+
+def _assign(model: nn.Module, name: str, tensor: torch.Tensor, torch_dtype: torch.dtype | None) -> None:
+    owner, key = _owner(model, name)
+    old: torch.Tensor = getattr(owner, key)
+    if old.shape != tensor.shape:
+        raise CheckpointError(
+            f"{name!r} has shape {tuple(tensor.shape)} in the checkpoint and {tuple(old.shape)} in {type(model).__name__}. "
+            "Check that config.json and the weights belong together."
+        )
+    dtype = loaded_dtype(model, name, old.dtype, torch_dtype)
+    # A copy of its own even where the dtype fits: on the CPU the tensor that was read is a view of the mapped file.
+    value = tensor.to(dtype) if tensor.dtype != dtype or tensor.device.type != "cpu" else tensor.clone()
+    if key in owner._parameters:
+        owner._parameters[key] = nn.Parameter(value, requires_grad=old.requires_grad and value.is_floating_point())
+    else:
+        owner._buffers[key] = value
+
+
+def _move_buffers(model: nn.Module, weights: Iterable[str], device: torch.device) -> None:
+    """Buffers that are not in the checkpoint were made on the CPU."""
+    for name in weights:
+        owner, key = _owner(model, name)
+        value = getattr(owner, key)
+        if isinstance(value, nn.Module):
+            for module in value.modules():
+                for own, buffer in module._buffers.items():
+                    module._buffers[own] = None if buffer is None else buffer.to(device)
+        elif key in owner._buffers:
+            owner._buffers[key] = value.to(device)
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return f"{len(names)} tensors: {shown}{', ...' if len(names) > 5 else ''}"

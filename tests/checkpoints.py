@@ -1,0 +1,189 @@
+"""Tiny pipelines with random weights in diffusers format, for tests that load from disk."""
+
+from pathlib import Path
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+
+WORDS = [
+    "<pad>",
+    "</s>",
+    "<unk>",
+    "a",
+    "red",
+    "blue",
+    "green",
+    "cat",
+    "dog",
+    "circle",
+    "square",
+    "moves",
+    "left",
+    "right",
+    "on",
+    "the",
+    "moon",
+]
+
+
+def tokenizer(length: int) -> PreTrainedTokenizerFast:
+    """A word-level tokenizer of a few words."""
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=length,
+    )
+
+
+def wan(folder: Path, *, experts: int = 1, num_layers: int = 4, seed: int = 0) -> Path:
+    """A Wan text-to-video pipeline; two experts as in Wan2.2 with `experts=2`."""
+    torch.manual_seed(seed)
+    sizes = dict(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=32,
+        freq_dim=32,
+        ffn_dim=48,
+        num_layers=num_layers,
+        rope_max_seq_len=32,
+    )
+    transformers = [_randomised(WanTransformer3DModel(patch_size=(1, 2, 2), **sizes)) for _ in range(experts)]
+    encoder = UMT5EncoderModel(UMT5Config(vocab_size=32, d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4))
+    pipeline = WanPipeline(
+        tokenizer=tokenizer(32),
+        text_encoder=encoder,
+        vae=AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], latents_mean=[0.0] * 4, latents_std=[1.0] * 4),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        transformer=transformers[0],
+        transformer_2=transformers[1] if experts == 2 else None,
+        boundary_ratio=0.5 if experts == 2 else None,
+    )
+    pipeline.save_pretrained(folder, max_shard_size="40KB")  # several files with an index
+    return folder
+
+
+def flux(folder: Path, seed: int = 0) -> Path:
+    """A FLUX text-to-image pipeline."""
+    torch.manual_seed(seed)
+    transformer = FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=2,
+        num_single_layers=3,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+        guidance_embeds=True,
+    )
+    pipeline = FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        text_encoder=CLIPTextModel(_clip()),
+        tokenizer=tokenizer(77),
+        text_encoder_2=_t5(),
+        tokenizer_2=tokenizer(48),
+        vae=_image_vae(channels=1),
+        transformer=_randomised(transformer),
+    )
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+def sd3(folder: Path, seed: int = 0) -> Path:
+    """A Stable Diffusion 3 text-to-image pipeline; its guidance doubles the batch."""
+    torch.manual_seed(seed)
+    transformer = SD3Transformer2DModel(
+        sample_size=32,
+        patch_size=1,
+        in_channels=4,
+        num_layers=4,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        caption_projection_dim=32,
+        joint_attention_dim=32,
+        pooled_projection_dim=64,
+        out_channels=4,
+        pos_embed_max_size=96,
+    )
+    pipeline = StableDiffusion3Pipeline(
+        transformer=_randomised(transformer),
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=_image_vae(channels=4),
+        text_encoder=CLIPTextModelWithProjection(_clip()),
+        tokenizer=tokenizer(77),
+        text_encoder_2=CLIPTextModelWithProjection(_clip()),
+        tokenizer_2=tokenizer(77),
+        text_encoder_3=_t5(),
+        tokenizer_3=tokenizer(77),
+    )
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+def _randomised(model: torch.nn.Module) -> torch.nn.Module:
+    """Noise on every parameter: gates and output layers that start at zero would hide a wrong split."""
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def _clip() -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=37,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        projection_dim=32,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+
+
+def _t5() -> T5EncoderModel:
+    return T5EncoderModel(T5Config(vocab_size=32, d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4))
+
+
+def _image_vae(channels: int) -> AutoencoderKL:
+    return AutoencoderKL(
+        sample_size=32,
+        in_channels=3,
+        out_channels=3,
+        block_out_channels=(4,),
+        layers_per_block=1,
+        latent_channels=channels,
+        norm_num_groups=1,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        shift_factor=0.0609,
+        scaling_factor=1.5035,
+    )
