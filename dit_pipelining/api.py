@@ -16,7 +16,13 @@ from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.runtime.executor import check_counts
 from dit_pipelining.runtime.parallel import from_checkpoint, from_memory, spread
 from dit_pipelining.weights.load import check_names
-from dit_pipelining.weights.pipelines import DtypeChoice, empty_transformers, pipeline_folder, transformers_of
+from dit_pipelining.weights.pipelines import (
+    DtypeChoice,
+    empty_transformers,
+    pipeline_folder,
+    transformers_of,
+    without_components,
+)
 from partitioners import Partitioner, RankSpec, resolve_partition
 
 __all__ = ["ParallelConfig", "SplitModel", "load_pipeline", "parallelize", "split_model"]
@@ -106,7 +112,8 @@ def load_pipeline(
         check_counts(config, name, transformer.model)
     device = join(config)
     models = {name: transformer.model for name, transformer in empty.items()}
-    pipeline = pipeline_class.from_pretrained(folder, **options, **models)  # type: ignore[attr-defined]
+    with without_components(folder, models) as rest:
+        pipeline = pipeline_class.from_pretrained(rest, **options, **models)  # type: ignore[attr-defined]
     spread(pipeline, models, {n: from_checkpoint(t, device) for n, t in empty.items()}, config, device)
     return pipeline
 

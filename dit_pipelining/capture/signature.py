@@ -76,7 +76,7 @@ def flatten_inputs(kwargs: Mapping[str, Any]) -> CallInputs:
     tensors: dict[str, torch.Tensor] = {}
     objects: dict[str, Any] = {}
     key: list[Any] = [autocast_state("cpu"), autocast_state("cuda")]
-    for path, value in _walk(dict(kwargs), ""):
+    for path, value in _walk(dict(sorted(kwargs.items())), ""):  # keywords have no order
         if isinstance(value, torch.Tensor):
             tensors[path] = value
             key.append((path, value.shape, value.stride(), value.dtype, value.device))

@@ -3,10 +3,13 @@
 import argparse
 import inspect
 import json
+import logging
 import os
 import sys
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,10 +99,10 @@ def _split(spec: "TransformerSpec", described: dict[str, Any], args: argparse.Na
     from dit_pipelining.show.report import report_split
 
     cls = transformer_class(spec.model_class)
-    model = build_weightless(cls, spec.config)
     inputs = build_inputs(described)
     try:
-        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        with torch.no_grad(), _quiet():
+            model = build_weightless(cls, spec.config)
             split = split_model(model, args.stages, inputs, partitioner=args.partitioner, counts=args.partition)
     except (SplitError, PartitionError):
         raise
@@ -111,6 +114,18 @@ def _split(spec: "TransformerSpec", described: dict[str, Any], args: argparse.Na
             "--height, --width or --num-frames, or describe the inputs in a file for --inputs."
         ) from error
     return report_split(split, spec.names)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Libraries warn of what concerns running the model, and it does not run; errors they log are raised as well."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 def _raised_in(cls: type, error: Exception) -> bool:

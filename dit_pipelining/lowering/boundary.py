@@ -150,7 +150,8 @@ class _Planner:
     def _block_values(self) -> list[fx.Node]:
         """Tensors that block calls return."""
         calls = set(self.graph.blocks)
-        return [n for n in self.graph.graph.nodes if n in calls or any(s in calls for s in n.all_input_nodes)]
+        parts = [u for call in calls for u in call.users if u.target is replay.getitem and not is_tensor(call)]
+        return [*calls, *parts]
 
     def _levels(self) -> dict[fx.Node, int]:
         """The stage that computes each value derived from blocks: that of the last block behind it. -1: the prologue."""

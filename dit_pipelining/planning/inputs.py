@@ -51,8 +51,10 @@ def read_inputs(file: Path) -> dict[str, Any]:
 
 def _build(name: str, description: Any) -> Any:
     match description:
-        case {"shape": list(shape), "dtype": str(dtype), **rest} if all(isinstance(n, int) and n >= 0 for n in shape):
-            return _zeros(name, shape, dtype).fill_(rest.get("fill", 0))
+        case {"shape": list(shape), "dtype": str(dtype), "fill": int(fill) | float(fill)} if _is_shape(shape):
+            return _zeros(name, shape, dtype).fill_(fill)
+        case {"shape": list(shape), "dtype": str(dtype)} if _is_shape(shape) and "fill" not in description:
+            return _zeros(name, shape, dtype)
         case {"value": value}:
             return value
         case {"list": list(items)}:
@@ -65,6 +67,10 @@ def _build(name: str, description: Any) -> Any:
         f"the input {name} is described as {description!r}; expected an object with shape and dtype, value, list, tuple "
         'or dict, such as {"shape": [1, 512, 4096], "dtype": "bfloat16"}.'
     )
+
+
+def _is_shape(shape: list[Any]) -> bool:
+    return all(isinstance(length, int) and length >= 0 for length in shape)
 
 
 def _zeros(name: str, shape: list[int], dtype: str) -> "torch.Tensor":

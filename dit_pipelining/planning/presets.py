@@ -105,13 +105,15 @@ def near_matches(name: str) -> str:
 def _load(name: str) -> Preset:
     facts = json.loads(_folder().joinpath(f"{name}.json").read_text(encoding="utf-8"))
     parameters = facts.pop("parameters")
-    tuples = {key: tuple(facts.pop(key, ())) for key in ("components", "keep_in_fp32", "text_encoders", "notes")}
     return Preset(
         name=name,
         model_class=facts.pop("class"),
         parameters=parameters["computed"],
         published_parameters=parameters["published"],
-        **tuples,
+        components=tuple(facts.pop("components")),
+        keep_in_fp32=tuple(facts.pop("keep_in_fp32")),
+        text_encoders=tuple(facts.pop("text_encoders")),
+        notes=tuple(facts.pop("notes", ())),
         **facts,
     )
 

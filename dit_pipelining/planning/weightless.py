@@ -32,7 +32,7 @@ def transformer_class(name: str) -> type[nn.Module]:
 
 
 def class_defaults(cls: type[nn.Module]) -> dict[str, Any]:
-    """The defaults of the class's arguments."""
+    """The defaults of the arguments of the class."""
     parameters = inspect.signature(cls.__init__).parameters.values()
     return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
 
@@ -42,7 +42,7 @@ def build_weightless(cls: type[nn.Module], config: Mapping[str, Any], dtype: tor
 
     Args:
         cls: a model class of diffusers.
-        config: its arguments; entries that start with an underscore are left out.
+        config: its arguments; entries that it does not take are left out, as `from_config` leaves them out.
         dtype: of the parameters, but for those that the class keeps in float32, as
             `from_pretrained(torch_dtype=dtype)` does it (`_keep_in_fp32_modules`, compared with whole parts of the name).
 
@@ -51,12 +51,8 @@ def build_weightless(cls: type[nn.Module], config: Mapping[str, Any], dtype: tor
     """
     from accelerate import init_empty_weights
 
-    arguments = {name: value for name, value in config.items() if not name.startswith("_")}
-    unknown = arguments.keys() - inspect.signature(cls.__init__).parameters.keys()
-    if unknown:
-        raise ConfigError(
-            f"{cls.__name__} takes no {', '.join(sorted(unknown))}; was its config saved by a newer diffusers?"
-        )
+    known = inspect.signature(cls.__init__).parameters
+    arguments = {name: value for name, value in config.items() if name in known}
     try:
         with init_empty_weights(include_buffers=False):
             model = cls(**arguments)

@@ -1,7 +1,6 @@
 """Make a transformer run on all ranks while it stays the same object for the pipeline that calls it."""
 
 import functools
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -9,20 +8,27 @@ from torch import nn
 
 from dit_pipelining.capture.signature import bind
 from dit_pipelining.errors import ConfigError
+from dit_pipelining.lowering.split import SplitModel
+from dit_pipelining.runtime.executor import TransformerExecutor
 from dit_pipelining.torch_internals import parse_to
 
-Execute = Callable[[Mapping[str, Any]], Any]
+EXECUTOR = "_dit_pipelining_executor"
 
 
-def attach(model: nn.Module, execute: Execute, device: torch.device) -> None:
-    """Send calls of `model` to `execute`; its class, config, dtype and attributes stay what they are.
+def attach(model: nn.Module, executor: TransformerExecutor) -> None:
+    """Send calls of `model` to `executor`; its class, config, dtype and attributes stay what they are.
 
-    The model gets a subclass of its own class with the same name, whose forward calls `execute(kwargs)`, whose `device`
-    is this rank's even where other ranks hold the weights, and which refuses to be moved.
+    The model gets a subclass of its own class with the same name, whose forward calls the executor, whose `device` is
+    this rank's even where other ranks hold the weights, and which refuses to be moved.
     """
-    model.__dict__["_execute"] = execute
-    model.__dict__["_rank_device"] = device
+    model.__dict__[EXECUTOR] = executor
     model.__class__ = _parallel_class(type(model))
+
+
+def split_of(component: Any) -> SplitModel | None:
+    """How an attached transformer was split; None before its first call, and for everything else."""
+    executor = getattr(component, "__dict__", {}).get(EXECUTOR)
+    return executor.split if executor is not None else None
 
 
 @functools.cache
@@ -30,15 +36,14 @@ def _parallel_class(cls: Any) -> Any:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own_forward = cls.forward.__get__(self)
-        return self.__dict__["_execute"](bind(own_forward, args, kwargs))
+        return self.__dict__[EXECUTOR](bind(own_forward, args, kwargs))
 
     def device(self: nn.Module) -> torch.device:
-        found: torch.device = self.__dict__["_rank_device"]
-        return found
+        return self.__dict__[EXECUTOR].device
 
     def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         target, dtype = parse_to(*args, **kwargs)
-        own = self.__dict__["_rank_device"]
+        own = self.__dict__[EXECUTOR].device
         same_device = target is None or target == own or (target.type == own.type and target.index is None)
         if same_device and dtype in (None, getattr(self, "dtype", None)):
             return self

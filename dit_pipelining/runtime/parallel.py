@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dit_pipelining.config import ParallelConfig
+from dit_pipelining.errors import SplitError
 from dit_pipelining.lowering.boundary import StagePlan
 from dit_pipelining.runtime.attach import attach
 from dit_pipelining.runtime.executor import FillStage, TransformerExecutor
@@ -33,8 +34,10 @@ def spread(
     """
     rank = dist.get_rank()
     for name, model in transformers.items():
+        if getattr(pipeline, name) is not model:
+            raise SplitError(f"{type(pipeline).__name__} did not take over its component {name!r}; it cannot be split.")
         executor = TransformerExecutor(name, model, model.forward, config, rank, device, fill[name])
-        attach(model, executor, device)
+        attach(model, executor)
     for name, component in pipeline.components.items():
         if isinstance(component, nn.Module) and name not in transformers:
             component.to(device)

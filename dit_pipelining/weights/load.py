@@ -87,8 +87,10 @@ def _assign(model: nn.Module, name: str, tensor: torch.Tensor, torch_dtype: torc
             "Check that config.json and the weights belong together."
         )
     dtype = loaded_dtype(model, name, old.dtype, torch_dtype)
-    # A copy of its own even where the dtype fits: on the CPU the tensor that was read is a view of the mapped file.
-    value = tensor.to(dtype) if tensor.dtype != dtype or tensor.device.type != "cpu" else tensor.clone()
+    # [Note: mapped files] On the CPU the tensor is a view of the mapped file, and stays one, as in diffusers: its pages
+    # are shared with other processes, and its alignment is that of the single process. A copy would be aligned better,
+    # which makes the CPU's matrix products round differently in the last bit.
+    value = tensor.to(dtype)
     if key in owner._parameters:
         owner._parameters[key] = nn.Parameter(value, requires_grad=old.requires_grad and value.is_floating_point())
     else:

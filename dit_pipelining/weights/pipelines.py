@@ -2,7 +2,9 @@
 
 import importlib
 import json
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,23 @@ def empty_transformers(folder: Path, dtype: DtypeChoice, variant: str | None = N
             f"{', '.join(name for name in index if not name.startswith('_'))}. Only transformers are split, not UNets."
         )
     return found
+
+
+@contextmanager
+def without_components(folder: Path, names: Iterable[str]) -> Iterator[Path]:
+    """A folder like a pipeline's, whose index leaves some components to the caller.
+
+    `from_pretrained(transformer=...)` is not enough: of components that a pipeline's class lists as optional, as Wan's
+    transformers are, diffusers 0.42 loads the checkpoint's own although one was passed.
+    """
+    index = _read_index(folder / "model_index.json")
+    index.update({name: [None, None] for name in names})
+    with tempfile.TemporaryDirectory() as made:
+        for entry in folder.iterdir():
+            if entry.name != "model_index.json":
+                (Path(made) / entry.name).symlink_to(entry.resolve())
+        (Path(made) / "model_index.json").write_text(json.dumps(index))
+        yield Path(made)
 
 
 def transformers_of(pipeline: Any) -> dict[str, nn.Module]:

@@ -83,6 +83,10 @@ def test_the_argument_name_belongs_to_the_signature() -> None:
     assert flatten_inputs(dict(a=1)).signature != flatten_inputs(dict(b=1)).signature
 
 
+def test_the_order_of_keywords_does_not_belong_to_the_signature() -> None:
+    assert flatten_inputs(dict(a=1, b=2)).signature == flatten_inputs(dict(b=2, a=1)).signature
+
+
 def test_autocast_belongs_to_the_signature() -> None:
     plain = signature(torch.zeros(1))
     with torch.autocast("cpu", dtype=torch.bfloat16):

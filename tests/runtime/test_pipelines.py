@@ -6,8 +6,10 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+import torch.distributed as dist
 
 from dit_pipelining.api import ParallelConfig, load_pipeline, parallelize
+from dit_pipelining.runtime.attach import split_of
 from tests import checkpoints
 from tests.distributed import RankPool
 
@@ -41,12 +43,28 @@ def generate(pipeline: Any, name: str, **changes: Any) -> torch.Tensor:
 def loaded(folder: Path, name: str, config: dict[str, Any], changes: dict[str, Any], dtype: Any = None) -> torch.Tensor:
     pipeline = load_pipeline(folder, ParallelConfig(**config), torch_dtype=dtype)
     first = generate(pipeline, name, **changes)
+    assert_holds_its_stage_only(pipeline)
     assert torch.equal(first, generate(pipeline, name, **changes))
     return first
 
 
 def in_memory(folder: Path, name: str, config: dict[str, Any]) -> torch.Tensor:
-    return generate(parallelize(diffusers.DiffusionPipeline.from_pretrained(folder), ParallelConfig(**config)), name)
+    pipeline = parallelize(diffusers.DiffusionPipeline.from_pretrained(folder), ParallelConfig(**config))
+    result = generate(pipeline, name)
+    assert_holds_its_stage_only(pipeline)
+    return result
+
+
+def assert_holds_its_stage_only(pipeline: Any) -> None:
+    for component in (pipeline.transformer, getattr(pipeline, "transformer_2", None)):
+        if component is None:
+            continue
+        split = split_of(component)
+        assert split is not None
+        assert split.num_stages == dist.get_world_size()
+        own = {id(parameter) for parameter in split.stages[dist.get_rank()].parameters()}
+        for name, parameter in component.named_parameters():
+            assert (parameter.device.type == "cpu") == (id(parameter) in own), name
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,10 @@ def _pixart(call: Call) -> Inputs:
         conditions = {"dict": dict(resolution=tensor(call.batch, 2), aspect_ratio=tensor(call.batch, 1))}
     return dict(
         hidden_states=_latents(call),
-        encoder_hidden_states=_text(call, "caption_channels"),
+        # Without a caption projection the text goes straight into the cross-attention.
+        encoder_hidden_states=_text(
+            call, "caption_channels" if call.config["caption_channels"] else "cross_attention_dim"
+        ),
         encoder_attention_mask=_mask(call, call.text_tokens),
         timestep=tensor(call.batch, dtype="int64"),
         added_cond_kwargs=conditions,

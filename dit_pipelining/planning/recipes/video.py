@@ -141,5 +141,5 @@ VIDEO_FAMILIES = {
     "LTXVideoTransformer3DModel": Family(_ltx),
     "MochiTransformer3DModel": Family(_mochi),
     "AllegroTransformer3DModel": Family(_allegro, sample=("sample_height", "sample_width")),
-    "LatteTransformer3DModel": Family(_latte, sample=("sample_size", "sample_size")),
+    "LatteTransformer3DModel": Family(_latte, sample=("sample_size", "sample_size", "video_length")),
 }

@@ -1,0 +1,106 @@
+"""What the recipes share: their flags, how they load a pipeline, and where results go."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from diffusers.utils import export_to_gif, export_to_video
+
+from dit_pipelining.api import ParallelConfig, load_pipeline
+from dit_pipelining.errors import SplitError
+from partitioners import PartitionError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def parser(description: str, output: str) -> argparse.ArgumentParser:
+    """Flags of all recipes. Those left out mean the model's own defaults."""
+    flags = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--model", required=True, help="a diffusers pipeline's folder, or a hub id")
+    flags.add_argument("--prompt", required=True, nargs="+", help="one prompt, or several that run as microbatches")
+    flags.add_argument("--negative-prompt")
+    flags.add_argument("--width", type=int)
+    flags.add_argument("--height", type=int)
+    flags.add_argument("--num-inference-steps", type=int)
+    flags.add_argument("--guidance-scale", type=float)
+    flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--output", type=Path, default=Path(output), help="several prompts add -0, -1, ... to the name")
+    flags.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights; default: as diffusers loads them")
+    flags.add_argument("--variant", help="of the checkpoint's files, for example fp16")
+    flags.add_argument("--pipeline-parallel-size", type=int, default=1, metavar="STAGES")
+    flags.add_argument("--partitioner", choices=["balanced", "uniform"], default="balanced")
+    flags.add_argument("--partition", help="blocks per stage, for example 8,12,12,8")
+    flags.add_argument(
+        "--microbatches", type=int, help="parts a batch is cut into along the stages; default: one per prompt"
+    )
+    return flags
+
+
+def load(args: argparse.Namespace) -> Any:
+    """The pipeline over the ranks of this launch; ends the process with one line if something does not fit."""
+    try:
+        config = ParallelConfig(
+            pipeline_parallel_size=args.pipeline_parallel_size,
+            partitioner=args.partitioner,
+            partition=args.partition,
+            microbatches=len(args.prompt) if args.microbatches is None else args.microbatches,
+        )
+        return load_pipeline(
+            args.model, config, torch_dtype=DTYPES[args.dtype] if args.dtype else None, variant=args.variant
+        )
+    except (SplitError, PartitionError) as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from None
+
+
+def call_arguments(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """The arguments of the pipeline's call, without the flags that were left out."""
+    prompts = args.prompt
+    call: dict[str, Any] = {"prompt": prompts if len(prompts) > 1 else prompts[0]}
+    if args.negative_prompt is not None:
+        call["negative_prompt"] = [args.negative_prompt] * len(prompts) if len(prompts) > 1 else args.negative_prompt
+    given = {name: getattr(args, name) for name in names}
+    call.update({name: value for name, value in given.items() if value is not None})
+    # One generator per prompt, so that each gets the noise it would get alone.
+    generators = [torch.Generator().manual_seed(args.seed + i) for i in range(len(prompts))]
+    call["generator"] = generators if len(prompts) > 1 else generators[0]
+    return call
+
+
+def is_main_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def numbered(path: Path, index: int, count: int) -> Path:
+    """`out.mp4` for one result, `out-0.mp4`, `out-1.mp4` for several."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path if count == 1 else path.with_stem(f"{path.stem}-{index}")
+
+
+def save_video(frames: np.ndarray, path: Path, fps: int) -> Path:
+    """Write frames (frames, height, width, 3) with values in [0, 1]; a GIF where there is no encoder for mp4.
+
+    Returns:
+        where the video is.
+    """
+    images = list(frames)
+    if path.suffix != ".gif":
+        try:
+            export_to_video(images, str(path), fps=fps)
+            return path
+        except ImportError as error:
+            path = path.with_suffix(".gif")
+            print(f"no video encoder ({error}); writing {path} instead")
+    from PIL import Image
+
+    export_to_gif([Image.fromarray((frame * 255).round().astype("uint8")) for frame in images], str(path), fps=fps)
+    return path
+
+
+def leave() -> None:
+    """Leave the process group, if this launch has one."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,29 @@
+"""Text to image with any diffusers image pipeline, its transformer split over the launched processes.
+
+    torchrun --nproc-per-node 2 recipes/text_to_image.py --model black-forest-labs/FLUX.1-dev --dtype bfloat16 \\
+        --prompt "a cat on the moon" --pipeline-parallel-size 2 --output out.png
+
+The result is the one that a single process gives with the same flags, bit for bit; with several prompts up to the
+rounding of the smaller batch (see --microbatches).
+"""
+
+from dit_pipelining.runtime.report import print_split
+from recipes.common import call_arguments, is_main_rank, leave, load, numbered, parser
+
+
+def main() -> None:
+    args = parser(__doc__ or "", "image.png").parse_args()
+    pipeline = load(args)
+    names = ("width", "height", "num_inference_steps", "guidance_scale")
+    images = pipeline(**call_arguments(args, *names)).images
+    if is_main_rank():
+        print_split(pipeline)
+        for i, image in enumerate(images):
+            path = numbered(args.output, i, len(images))
+            image.save(path)
+            print(f"image: {path}")
+    leave()
+
+
+if __name__ == "__main__":
+    main()

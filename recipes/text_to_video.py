@@ -1,0 +1,30 @@
+"""Text to video with any diffusers video pipeline, its transformer split over the launched processes.
+
+    torchrun --nproc-per-node 2 recipes/text_to_video.py --model Wan-AI/Wan2.1-T2V-14B-Diffusers --dtype bfloat16 \\
+        --prompt "a cat walks on the moon" --pipeline-parallel-size 2 --output out.mp4
+
+The result is the one that a single process gives with the same flags, bit for bit; with several prompts up to the
+rounding of the smaller batch (see --microbatches).
+"""
+
+from dit_pipelining.runtime.report import print_split
+from recipes.common import call_arguments, is_main_rank, leave, load, numbered, parser, save_video
+
+
+def main() -> None:
+    flags = parser(__doc__ or "", "video.mp4")
+    flags.add_argument("--num-frames", type=int)
+    flags.add_argument("--fps", type=int, default=16, help="of the file; the model does not know it")
+    args = flags.parse_args()
+    pipeline = load(args)
+    names = ("width", "height", "num_frames", "num_inference_steps", "guidance_scale")
+    videos = pipeline(**call_arguments(args, *names), output_type="np").frames
+    if is_main_rank():
+        print_split(pipeline)
+        for i, frames in enumerate(videos):
+            print(f"video: {save_video(frames, numbered(args.output, i, len(videos)), args.fps)}")
+    leave()
+
+
+if __name__ == "__main__":
+    main()
