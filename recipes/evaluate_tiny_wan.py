@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=96, help="held-out scenes to ask for")
     parser.add_argument("--steps", type=int, nargs="+", default=[25], help="denoising steps; several are compared")
     parser.add_argument(
-        "--guidance", type=float, nargs="+", default=[4.0, 1.0], help="guidance scales; several are compared"
+        "--guidance", type=float, nargs="+", default=[6.0, 1.0], help="guidance scales; several are compared"
     )
     parser.add_argument(
         "--flow-shift", type=float, nargs="+", help="flow shifts of the scheduler; several are compared"

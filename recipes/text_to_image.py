@@ -1,14 +1,15 @@
-"""Text to image with any diffusers image pipeline, its transformer split over the launched processes.
+r"""Text to image with any diffusers image pipeline, its transformer split over the launched processes.
 
-    torchrun --nproc-per-node 2 recipes/text_to_image.py --model black-forest-labs/FLUX.1-dev --dtype bfloat16 \\
+    torchrun --nproc-per-node 2 recipes/text_to_image.py --model black-forest-labs/FLUX.1-dev --dtype bfloat16 \
         --prompt "a cat on the moon" --pipeline-parallel-size 2 --output out.png
 
 The result is the one that a single process gives with the same flags, bit for bit; with several prompts up to the
 rounding of the smaller batch (see --microbatches).
 """
 
+from common import call_arguments, is_main_rank, leave, load, numbered, parser
+
 from dit_pipelining.runtime.report import print_split
-from recipes.common import call_arguments, is_main_rank, leave, load, numbered, parser
 
 
 def main() -> None:

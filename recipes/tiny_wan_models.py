@@ -10,7 +10,7 @@ from tiny_world import vocabulary
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-FLOW_SHIFT = 2.0
+FLOW_SHIFT = 3.0
 TEXT_DIM = 64
 LATENT_CHANNELS = 16
 MAX_TEXT_LENGTH = 512

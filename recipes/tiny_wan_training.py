@@ -35,16 +35,16 @@ class Plan:
         seed: Seed of everything random.
     """
 
-    vae_steps: int = 3000
+    vae_steps: int = 1200
     vae_batch: int = 32
     vae_rate: float = 3e-3
     pool: int = 49152
     pool_batch: int = 256
-    dit_steps: int = 12000
+    dit_steps: int = 5000
     dit_batch: int = 256
     dit_rate: float = 2e-3
     adam_rate: float = 1e-3
-    ema: float = 0.9995
+    ema: float = 0.998
     num_frames: int = 25
     size: int = 96
     seed: int = 0
@@ -84,7 +84,7 @@ class Stage:
         state: Objects with `state_dict` and `load_state_dict`, by name.
     """
 
-    _MEASURE_FROM, _MEASURE_TO = 21, 41  # both right after a recorded loss, which waits for the device
+    _MEASURE_FROM, _MEASURE_TO = 41, 121  # both right after a recorded loss, which waits for the device
     _CHECKPOINT_SECONDS = 60.0
 
     def __init__(self, name: str, folder: Path, steps: int, seconds: float | None, state: dict[str, Any]) -> None:
@@ -142,21 +142,28 @@ class Stage:
             self.losses.append((self.step, float(loss)))
 
 
-def save_losses(stages: list[Stage], folder: Path) -> None:
-    """Write the losses as `losses.json` and, where matplotlib is installed, the curves as `losses.png`."""
+def save_losses(curves: dict[str, list[tuple[int, float]]], folder: Path) -> None:
+    """Write losses as `losses.json` and, where matplotlib is installed, their curves as `losses.png`.
+
+    Args:
+        curves: Steps and losses of each stage.
+        folder: Where to write; made if absent.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "losses.json").write_text(json.dumps({s.name: [[n, round(x, 5)] for n, x in s.losses] for s in stages}))
+    rounded = {name: [[step, round(loss, 5)] for step, loss in losses] for name, losses in curves.items()}
+    (folder / "losses.json").write_text(json.dumps(rounded))
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("matplotlib is not installed, so the loss curves are in losses.json only")
+        print("matplotlib is not installed, so the losses are in losses.json only")
         return
     figure = Figure(figsize=(9, 3))
-    for axes, stage in zip(figure.subplots(1, len(stages)), stages, strict=True):
-        values = torch.tensor(stage.losses)
-        smooth = values[:, 1].unfold(0, min(15, len(values)), 1).mean(dim=1)
-        axes.plot(values[:, 0], values[:, 1], alpha=0.25, linewidth=0.8)
-        axes.plot(values[len(values) - len(smooth) :, 0], smooth, linewidth=1.5)
-        axes.set(title=stage.name, xlabel="step", ylabel="loss", yscale="log")
+    for axes, (name, losses) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
+        steps, values = torch.tensor(losses).unbind(dim=1)
+        width = min(9, len(values))
+        smooth = values.unfold(0, width, 1).mean(dim=1)
+        axes.plot(steps, values, alpha=0.35, linewidth=0.8)
+        axes.plot(steps[width // 2 : width // 2 + len(smooth)], smooth, linewidth=1.5)
+        axes.set(title=name, xlabel="step", ylabel="loss", yscale="log")
     figure.tight_layout()
     figure.savefig(folder / "losses.png", dpi=80)

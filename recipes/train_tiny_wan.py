@@ -15,6 +15,7 @@ import argparse
 import copy
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -221,6 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="a few steps with small videos, to try the script")
     parser.add_argument("--vae-seconds", type=float, help="fit the VAE's steps into this time")
     parser.add_argument("--dit-seconds", type=float, help="fit the transformer's steps into this time")
+    parser.add_argument("--dit-rate", type=float, help="peak learning rate of the transformer's matrices")
     parser.add_argument("--start-from", type=Path, help="a finished pipeline: keep its VAE, go on with its transformer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-compile", action="store_true", help="do not compile the transformer's blocks on a GPU")
@@ -228,7 +230,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = torch.device(options.device)
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
-    plan = Plan(**{**vars(SMOKE if options.smoke else Plan()), "seed": options.seed})
+    plan = replace(SMOKE if options.smoke else Plan(), seed=options.seed)
+    if options.dit_rate is not None:
+        plan = replace(plan, dit_rate=options.dit_rate)
     start = None
     stages: list[Stage] = []
     if options.start_from is not None:
@@ -248,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     save_pipeline(
         options.output, vae.cpu().to(memory_format=torch.contiguous_format), transformer.cpu(), text_encoder.cpu()
     )
-    save_losses(stages, options.work_dir)
+    save_losses({stage.name: stage.losses for stage in stages}, options.work_dir)
     print(f"saved {options.output}; losses in {options.work_dir}")
 
 

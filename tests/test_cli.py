@@ -30,6 +30,15 @@ def show(capsys):
     return run
 
 
+@pytest.fixture
+def tiny(tmp_path):
+    """The config of a model of 4 blocks."""
+    file = tmp_path / "tiny" / "config.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps({"_class_name": "WanTransformer3DModel", **CASES["WanTransformer3D"].init}))
+    return file
+
+
 def large(boundary):
     """Tensors of a boundary that are more than 1% of the largest one."""
     most = max(tensor["bytes"] for tensor in boundary["tensors"])
@@ -121,16 +130,16 @@ def test_inputs_from_a_file_serve_a_class_without_a_recipe(show, tmp_path):
     assert sum(data["transformers"][0]["partition"]) == 4
 
 
-def test_what_decides_the_partition(show, monkeypatch):
-    arguments = ("dit-xl-2-256", "--stages", 3)
-    assert show(*arguments, "--partitioner", "uniform")["transformers"][0]["partition"] == [9, 10, 9]
-    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "8,12,8")
+def test_what_decides_the_partition(show, tiny, monkeypatch):
+    arguments = (tiny, "--stages", 3)
+    assert show(*arguments, "--partitioner", "uniform")["transformers"][0]["partition"] == [1, 2, 1]
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "2,1,1")
     data = show(*arguments)
-    assert data["transformers"][0]["partition"] == [8, 12, 8]
-    assert data["decided_by"] == "VLLM_PP_LAYER_PARTITION=8,12,8"
-    data = show(*arguments, "--partition", "4,20,4")
-    assert data["transformers"][0]["partition"] == [4, 20, 4]
-    assert data["decided_by"] == "--partition 4,20,4"
+    assert data["transformers"][0]["partition"] == [2, 1, 1]
+    assert data["decided_by"] == "VLLM_PP_LAYER_PARTITION=2,1,1"
+    data = show(*arguments, "--partition", "1,1,2")
+    assert data["transformers"][0]["partition"] == [1, 1, 2]
+    assert data["decided_by"] == "--partition 1,1,2"
 
 
 def test_the_table_names_stages_boundaries_and_copies(capsys):
@@ -150,18 +159,18 @@ def test_the_table_names_stages_boundaries_and_copies(capsys):
         (["show", "mochi-1", "--stages", "0"], "'0' is not a positive integer"),
         (["show", "mochi-1", "--stages", "2", "--partitioner", "magic"], "magic"),
         (["show", "wan2.2", "--stages", "2"], "did you mean wan2.2-"),
-        (["show", "dit-xl-2-256", "--stages", "29"], "29 stages are more than the model's 28 blocks"),
-        (["show", "dit-xl-2-256", "--stages", "2", "--partition", "a,b"], "'a' is not an integer"),
-        (["show", "dit-xl-2-256", "--stages", "2", "--partition=-1,29"], "-1 is negative"),
-        (["show", "dit-xl-2-256", "--stages", "2", "--partition", "9,9,10"], "expected 2, one per stage"),
-        (["show", "dit-xl-2-256", "--stages", "2", "--partition", "14,15"], "they sum to 29; expected 28"),
+        (["show", "TINY", "--stages", "5"], "5 stages are more than the model's 4 blocks"),
+        (["show", "TINY", "--stages", "2", "--partition", "a,b"], "'a' is not an integer"),
+        (["show", "TINY", "--stages", "2", "--partition=-1,5"], "-1 is negative"),
+        (["show", "TINY", "--stages", "2", "--partition", "1,1,2"], "expected 2, one per stage"),
+        (["show", "TINY", "--stages", "2", "--partition", "2,3"], "they sum to 5; expected 4"),
         (["show", "dit-xl-2-256", "--stages", "2", "--height", "250"], "multiple of 16"),
         (["show", "dit-xl-2-256", "--stages", "2", "--height", "256", "--inputs", "x.json"], "leave out either"),
         (["show", "dit-xl-2-256", "--stages", "2", "--inputs", "no_such_file.json"], "no_such_file.json"),
     ],
 )
-def test_a_users_error_is_one_line_and_exit_code_2(capsys, arguments, named):
-    assert main(arguments) == 2
+def test_a_users_error_is_one_line_and_exit_code_2(capsys, tiny, arguments, named):
+    assert main([str(tiny) if argument == "TINY" else argument for argument in arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1

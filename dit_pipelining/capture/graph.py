@@ -183,7 +183,7 @@ class CaptureCache:
     def get(self, kwargs: Mapping[str, Any], inputs: CallInputs | None = None) -> BlockGraph:
         inputs = inputs or flatten_inputs(kwargs)
         with self._lock:
-            known = self.graphs.setdefault(inputs.signature, [])
+            known = self.graphs.setdefault((inputs.signature, self.model.training), [])
             for graph in known:
                 if graph.matches(self.model, inputs):
                     return graph

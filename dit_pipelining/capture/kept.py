@@ -11,14 +11,18 @@ from torch import nn
 from dit_pipelining.capture.code import Function
 from dit_pipelining.torch_internals import version
 
+ADAPTER_ATTRIBUTES = ("scaling", "_active_adapter", "merged_adapters", "_disable_adapters")
+"""What peft's layers compute with, beside their parameters."""
+
 
 @dataclass(eq=False)
 class KeptFunction:
     """A function of some of a call's tensors and of weights, computed again only when one of them has changed.
 
     A denoising loop passes the same prompt embeddings, masks and position ids at every step. A result is kept under the
-    identity of the input tensors and the versions of inputs and weights, and goes when one of the inputs dies. Tensors
-    whose writes torch does not count (made in inference mode), and calls that record gradients, are never kept.
+    identity of the input tensors, the versions of inputs and weights, and the state of LoRA layers, and goes when one of
+    the inputs dies. Tensors whose writes torch does not count (made in inference mode), and calls that record gradients,
+    are never kept.
 
     Attributes:
         inputs: paths of the inputs; none for results made of shapes and buffers alone.
@@ -37,19 +41,41 @@ class KeptFunction:
         if torch.is_grad_enabled() or -1 in versions:
             return self.function(root, *inputs)
         key = tuple(id(tensor) for tensor in inputs)
-        state = (versions, tuple(id(tensor) for tensor in weights))
+        state = (versions, tuple(id(tensor) for tensor in weights), _adapter_state(root, self.weights))
         known = self._kept.get(key)
         if known is None or known[0] != state:
             if known is None:
                 for tensor in inputs:
-                    weakref.finalize(tensor, self._kept.pop, key, None)
+                    weakref.finalize(tensor, _forget, weakref.ref(self), key)
             known = self._kept[key] = (state, self.function(root, *inputs))
         return known[1]
 
 
+def _forget(owner: "weakref.ref[KeptFunction]", key: tuple[int, ...]) -> None:
+    function = owner()
+    if function is not None:
+        function._kept.pop(key, None)
+
+
+def _adapter_state(root: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
+    """Scales and switches of the LoRA layers below these names: they change a result without a write into a tensor."""
+    layers = [vars(part) for name in names for part in _parts_at(root, name) if "scaling" in vars(part)]
+    return tuple(repr(attributes.get(name)) for attributes in layers for name in ADAPTER_ATTRIBUTES)
+
+
+def _parts_at(root: nn.Module, name: str) -> Iterable[nn.Module]:
+    value = _value_at(root, name)
+    return value.modules() if isinstance(value, nn.Module) else ()
+
+
 def _tensors_at(root: nn.Module, name: str) -> Iterable[torch.Tensor]:
     """The tensor of this name, or the parameters of the module of this name."""
+    value = _value_at(root, name)
+    return value.parameters() if isinstance(value, nn.Module) else (value,)
+
+
+def _value_at(root: nn.Module, name: str) -> Any:
     value: Any = root
     for part in name.split("."):
         value = getattr(value, part)
-    return value.parameters() if isinstance(value, nn.Module) else (value,)
+    return value

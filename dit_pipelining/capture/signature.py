@@ -47,7 +47,7 @@ class CallInputs:
 
 
 def bind(forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn positional arguments of a call of `forward` into keyword arguments.
+    """Turn the arguments of a call of `forward` into keyword arguments, defaults included.
 
     Raises:
         InputError: an argument is unknown, missing, or given twice.
@@ -59,11 +59,12 @@ def bind(forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
         raise InputError(
             f"these inputs do not fit the model's forward: {error}. It takes {', '.join(signature.parameters)}."
         ) from None
+    bound.apply_defaults()  # so that a default left out and the same value given are the same call
     named = dict(bound.arguments)
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             named.update(named.pop(name, {}))
-        elif parameter.kind is parameter.VAR_POSITIONAL and named.get(name):
+        elif parameter.kind is parameter.VAR_POSITIONAL and named.pop(name):
             raise InputError(f"pass the inputs by name: {name}={named[name]!r} came without names.")
     return named
 

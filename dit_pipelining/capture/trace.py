@@ -12,19 +12,21 @@ contiguous tensor) leaves no node, and a block that returns one of its arguments
 
 [Note: writes in place]
 A node that writes into a tensor is ordered by data flow: every tensor that shares its memory is afterwards known under a
-new node that depends on the write (`written`). The node's `meta["writes"]` holds the nodes that read that memory
-before: the write must not run on an earlier stage than they do. A write into one of the caller's inputs, or into a parameter or buffer,
-would happen once per stage, so the trace starts again with a copy of that tensor taken first.
+new node that depends on the write (`written`). The node's `meta["writes"]` holds the nodes that read that memory before:
+the write must not run on an earlier stage than they do. A write into one of the caller's inputs would happen once per
+stage, so the trace starts again with a copy of that tensor taken first; a write into a parameter or buffer is refused.
 
 [Note: values]
 A question about values is answered from the real inputs and kept with the graph, see [Note: questions] in values.py.
 """
 
 import enum
+import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,6 +61,9 @@ OPAQUE_PACKAGES = ("torch.nn.", "torch.ao.", "torchao.", "peft.", "bitsandbytes.
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
+NOT_THE_MODEL = ("<", *(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])))
+"""How the file names of code begin that is not the model's: generated code, torch, this package."""
+
 NOT_RECORDED = frozenset(
     {
         "shape",
@@ -75,6 +80,13 @@ NOT_RECORDED = frozenset(
     | {"ndim", "is_leaf", "names", "itemsize", "nbytes", "is_cpu", "is_xpu", "is_mps", "is_nested", "_version"}
 )
 """Properties whose answers do not depend on values."""
+
+
+RANDOM = frozenset(
+    {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "random", "normal", "uniform"}
+    | {"bernoulli", "multinomial", "poisson", "exponential", "cauchy", "geometric", "log_normal"}
+)
+"""Names of torch's functions that draw random numbers, and, with an underscore, of methods that fill a tensor."""
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
@@ -205,6 +217,12 @@ class Tracer(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.inside_opaque or torch.compiler.is_compiling() or _is_plain_property(func):
             return func(*args, **kwargs)
+        if _is_random(func, kwargs):
+            raise CaptureError(
+                f"the forward of {type(self.model).__name__} draws random numbers at {model_line()}. Ranks would draw "
+                "different ones. If it is dropout, call model.eval() first; else draw them outside and pass them as an "
+                "input."
+            )
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args, kwargs))
         versions = [(t, version(t)) for t in tensors_in((args, kwargs))]
@@ -500,11 +518,9 @@ def trace(
 
 def model_line() -> str:
     """Where in the model's code we are: the innermost frame outside torch and this package."""
-    own = __name__.split(".")[0]
     for frame in reversed(traceback.extract_stack()):
-        path = frame.filename.replace("\\", "/")
-        if not any(f"/{package}/" in path for package in ("torch", own)) and "<" not in path:
-            return f"{path}:{frame.lineno} ({(frame.line or '').strip()})"
+        if not frame.filename.startswith(NOT_THE_MODEL):
+            return f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})"
     return "an unknown line"
 
 
@@ -528,6 +544,12 @@ def _is_opaque(module: nn.Module) -> bool:
 
 def _is_plain_property(func: Any) -> bool:
     return getattr(func, "__name__", "") == "__get__" and getattr(func.__self__, "__name__", "") in NOT_RECORDED
+
+
+def _is_random(func: Any, kwargs: Any) -> bool:
+    if _name(func) in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+        return bool(kwargs.get("training")) and kwargs.get("p", 0.5) > 0
+    return _name(func).removesuffix("_") in RANDOM and kwargs.get("generator") is None
 
 
 def _sets_data(func: Any) -> bool:

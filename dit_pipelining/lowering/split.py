@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 from dit_pipelining.capture.graph import BlockGraph, CaptureCache
 from dit_pipelining.capture.signature import CallInputs, bind, flatten_inputs
 from dit_pipelining.costs.model_costs import weight_sizes
-from dit_pipelining.errors import ConfigError
+from dit_pipelining.errors import ConfigError, InputError
 from dit_pipelining.lowering.boundary import BoundaryValue, StagePlan, plan_stages
 from dit_pipelining.lowering.stage import StageModule, build_program
 from partitioners import Partition
@@ -65,22 +65,25 @@ class SplitModel:
         """The graph for these inputs, captured and lowered to all stages if it is new.
 
         Raises:
+            InputError: the forward does not take such inputs.
             CaptureError: the forward cannot be recorded with these inputs.
-            PartitionError: with these inputs the forward runs another number of blocks.
+            InputError: with these inputs the forward uses weights that the stages do not hold.
         """
+        kwargs = bind(self.model.forward, (), kwargs)
         inputs = flatten_inputs(kwargs)
         graph = self._captures.get(kwargs, inputs)
         if not self.stages[0].has_program(graph):
             partition = self._partition_of(graph)
             held = [stage.held_weights for stage in self.stages]
             plans = plan_stages(graph, partition, self._parameter_counts, held)
+            _check_held(plans, held)
             for stage in self.stages:
                 stage.add_program(build_program(graph, plans, stage.stage_index))
         return graph, inputs
 
     def _partition_of(self, graph: BlockGraph) -> Partition:
         """The partition of a graph that may run fewer or more block calls: a block stays where its weights are."""
-        if len(graph.blocks) == self.partition.num_blocks:
+        if [node.target for node in graph.blocks] == [node.target for node in self.graph.blocks]:
             return self.partition
         stage_of: dict[str, int] = {}
         for stage, (start, end) in enumerate(self.partition.ranges):
@@ -132,3 +135,14 @@ class SplitModel:
             output_args=sent,
             group=group,
         )
+
+
+def _check_held(plans: Sequence[StagePlan], held: Sequence[frozenset[str]]) -> None:
+    for plan, weights in zip(plans, held, strict=True):
+        missing = [n for n in plan.weights if n not in weights and not any(n.startswith(f"{w}.") for w in weights)]
+        if missing:
+            raise InputError(
+                f"with these inputs stage {plan.index} needs {', '.join(sorted(missing))}, which it does not hold, since "
+                "the example inputs did not use it there. Split the model with example inputs that run all that later "
+                "calls run."
+            )

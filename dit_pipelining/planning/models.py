@@ -3,6 +3,7 @@
 Only JSON files are read, never weights.
 """
 
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -124,7 +125,7 @@ def model_inputs(model: ModelSpec, spec: TransformerSpec, asked: SizeRequest) ->
     if family is None or spec.known is None:
         raise InputError(
             f"it is not known what pipelines pass to {spec.model_class}; describe its inputs in a JSON file for --inputs: "
-            f"{', '.join(_required_inputs(spec))}."
+            f"{_listed_inputs(spec)}."
         )
     vae = {**{name: spec.known.vae[name] for name in ("spatial", "temporal")}, **model.vae}
     config = spec.full_config
@@ -223,8 +224,11 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in config.items()}
 
 
-def _required_inputs(spec: TransformerSpec) -> list[str]:
-    import inspect
-
+def _listed_inputs(spec: TransformerSpec) -> str:
+    """The arguments of the forward, those that it cannot do without first."""
     parameters = list(inspect.signature(transformer_class(spec.model_class).forward).parameters.values())[1:]
-    return [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    others = [
+        p.name for p in parameters if p.default is not p.empty and p.name not in ("return_dict", "attention_kwargs")
+    ]
+    return ", ".join(required) + (f" and perhaps {', '.join(others)}" if others else "")

@@ -22,7 +22,8 @@ def attach(model: nn.Module, executor: TransformerExecutor) -> None:
     this rank's even where other ranks hold the weights, and which refuses to be moved.
     """
     model.__dict__[EXECUTOR] = executor
-    model.__class__ = _parallel_class(type(model))
+    cls: Any = type(model)
+    model.__class__ = _parallel_class(cls)
 
 
 def split_of(component: Any) -> SplitModel | None:

@@ -65,7 +65,7 @@ def _title(report: TransformerReport) -> Text:
 def _stages(report: TransformerReport) -> Table:
     table = Table(box=None, padding=(0, 1), header_style="bold")
     table.add_column("stage", justify="right")
-    table.add_column("blocks")
+    table.add_column("blocks", overflow="fold")
     table.add_column("parameters", justify="right")
     table.add_column("memory", justify="right")
     table.add_column(f"x 1/{len(report.stages)}", justify="right")
@@ -97,7 +97,7 @@ def _blocks(stage: StageReport) -> str:
 def _boundaries(report: TransformerReport) -> Table:
     table = Table(box=None, padding=(0, 1), header_style="bold")
     table.add_column("boundary", justify="right")
-    table.add_column("what crosses")
+    table.add_column("what crosses", overflow="fold")
     table.add_column("shape and dtype")
     table.add_column("size", justify="right")
     for i, crossings in enumerate(report.boundaries):

@@ -28,7 +28,7 @@ def empty_model(cls: type, config: Mapping[str, Any], torch_dtype: torch.dtype |
     if not hasattr(cls, "from_config"):
         raise NotATransformerError(f"{cls.__name__} is no diffusers model: it cannot be built from a configuration.")
     with init_empty_weights(include_buffers=False), _default_dtype(torch_dtype or torch.float32):
-        model: nn.Module = cls.from_config(config)  # type: ignore[attr-defined]
+        model: nn.Module = cls.from_config(config)
     for name, parameter in model.named_parameters():
         wanted = loaded_dtype(model, name, parameter.dtype, torch_dtype)
         if parameter.dtype != wanted:

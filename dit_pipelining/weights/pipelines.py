@@ -103,7 +103,12 @@ def transformers_of(pipeline: Any) -> dict[str, nn.Module]:
     Raises:
         NotATransformerError: there are none.
     """
-    components = pipeline.components
+    components = getattr(pipeline, "components", None)
+    if not isinstance(components, dict):
+        kind = pipeline.__name__ if isinstance(pipeline, type) else type(pipeline).__name__
+        raise NotATransformerError(
+            f"expected a diffusers pipeline, got {kind}. To split a model alone use split_model."
+        )
     found = {
         n: c for n, c in components.items() if isinstance(c, nn.Module) and type(c).__module__.startswith(TRANSFORMERS)
     }

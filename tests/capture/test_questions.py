@@ -1,5 +1,7 @@
 """Forwards that look at values: which graphs serve which inputs, and what may not be asked."""
 
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,7 +93,7 @@ def test_masks_with_other_answers_give_what_the_model_gives() -> None:
     for cls in (CutsToTheLength, SelectsByMask, BranchesOnTheMask, LoopsOverLengths):
         model = cls(2)
         with torch.no_grad():
-            split = split_model(model, 2, with_mask(3))
+            split = split_model(model, 2, with_mask(3), partitioner="uniform")
             for kept in (3, 5, 6, 3):
                 assert_same(split(**with_mask(kept)), model(**with_mask(kept)))
 
@@ -100,7 +102,7 @@ def test_a_mask_that_was_changed_in_place_is_asked_again() -> None:
     model = CutsToTheLength(2)
     inputs = with_mask(3)
     with torch.no_grad():
-        split = split_model(model, 2, inputs)
+        split = split_model(model, 2, inputs, partitioner="uniform")
         before = split(**inputs)
         inputs["mask"][:, 3:5] = True
         assert_same(split(**inputs), model(**inputs))
@@ -111,7 +113,7 @@ def test_a_mask_made_in_inference_mode_is_asked_at_every_call() -> None:
     model = CutsToTheLength(2)
     with torch.inference_mode():
         inputs = with_mask(3)
-        split = split_model(model, 2, inputs)
+        split = split_model(model, 2, inputs, partitioner="uniform")
         inputs["mask"][:, 3:5] = True
         assert_same(split(**inputs), model(**inputs))
 
@@ -144,6 +146,20 @@ def test_a_question_about_the_timestep_is_refused_with_the_models_line() -> None
         CaptureError, match=r"test_questions\.py:\d+ \(if timestep\.max\(\) > 500:\).*'timestep', which"
     ):
         capture(LooksAtTheTimestep(2), hidden() | dict(timestep=torch.tensor([900.0])))
+
+
+def test_the_line_is_found_in_a_folder_that_is_named_like_a_library(tmp_path: Path) -> None:
+    folder = tmp_path / "dit_pipelining" / "torch"
+    folder.mkdir(parents=True)
+    (folder / "model.py").write_text("def scale(x):\n    return x.max().item()\n")
+    code = runpy.run_path(str(folder / "model.py"))
+
+    class CallsThatCode(Toy):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return self.run_blocks(hidden_states * code["scale"](hidden_states))
+
+    with pytest.raises(CaptureError, match=r"dit_pipelining/torch/model\.py:2 \(return x\.max\(\)\.item\(\)\)"):
+        capture(CallsThatCode(2), hidden())
 
 
 def test_a_question_about_the_latents_is_refused_with_the_models_line() -> None:

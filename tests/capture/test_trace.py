@@ -11,7 +11,7 @@ from torch import nn
 
 from dit_pipelining.api import split_model
 from dit_pipelining.capture.graph import capture
-from dit_pipelining.errors import BlocksNotFoundError
+from dit_pipelining.errors import BlocksNotFoundError, CaptureError
 from dit_pipelining.torch_internals import is_fake
 from tests.capture.toy import DIM, Block, Toy, assert_splits_exactly, hidden, randn
 from tests.same import assert_same
@@ -48,7 +48,7 @@ class NoOpAroundAStepInvariantValue(Toy):
 
 def test_a_no_op_does_not_make_a_value_depend_on_a_block() -> None:
     inputs = hidden() | dict(text=randn(1, 4, DIM, seed=1))
-    split = split_model(NoOpAroundAStepInvariantValue(2), 2, inputs)
+    split = split_model(NoOpAroundAStepInvariantValue(2), 2, inputs, partitioner="uniform")
     assert [len(boundary) for boundary in split.boundaries] == [1]
 
 
@@ -94,11 +94,55 @@ def test_autocast_regions_in_glue_and_around_blocks_are_kept() -> None:
 def test_a_call_under_autocast_is_captured_anew() -> None:
     model = Plain(2)
     with torch.no_grad():
-        split = split_model(model, 2, hidden())
+        split = split_model(model, 2, hidden(), partitioner="uniform")
         plain = model(**hidden())
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert_same(split(**hidden()), model(**hidden()))
         assert_same(split(**hidden()), plain)
+
+
+class DrawsNoise(Toy):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.run_blocks(hidden_states + torch.rand(DIM))
+
+
+class FillsWithNoise(Toy):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.run_blocks(torch.empty_like(hidden_states).normal_() + hidden_states)
+
+
+class DropsOut(Toy):
+    def __init__(self, probability: float) -> None:
+        super().__init__(2)
+        self.dropout = nn.Dropout(probability)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.run_blocks(hidden_states))
+
+
+@pytest.mark.parametrize(("cls", "line"), [(DrawsNoise, r"torch\.rand"), (FillsWithNoise, r"normal_\(\)")])
+def test_random_numbers_in_glue_are_refused_with_the_models_line(cls: type[Toy], line: str) -> None:
+    with pytest.raises(CaptureError, match=rf"draws random numbers at .*test_trace\.py:\d+ \(.*{line}"):
+        capture(cls(2), hidden())
+
+
+def test_dropout_in_glue_is_refused_in_training_only() -> None:
+    model = DropsOut(0.5)
+    with pytest.raises(CaptureError, match=r"call model\.eval\(\)"):
+        capture(model, hidden())
+    assert_splits_exactly(model.eval())
+
+
+def test_dropout_of_nothing_is_no_random_number() -> None:
+    assert_splits_exactly(DropsOut(0.0))
+
+
+def test_training_mode_is_captured_apart_from_evaluation() -> None:
+    model = DropsOut(0.5).eval()
+    split = split_model(model, 2, hidden(), partitioner="uniform")
+    model.train()
+    with pytest.raises(CaptureError, match=r"call model\.eval\(\)"):
+        split(**hidden())
 
 
 # ---- what blocks and models take and return -------------------------------------------------------------------------
@@ -269,7 +313,7 @@ def test_parameters_buffers_and_plain_tensors_are_used_where_they_are_needed() -
 def test_a_changed_parameter_is_seen_by_the_stages() -> None:
     model = BuffersAndAttributes()
     with torch.no_grad():
-        split = split_model(model, 2, hidden())
+        split = split_model(model, 2, hidden(), partitioner="uniform")
         before = split(**hidden())
         model.scale.mul_(2)
         assert_same(split(**hidden()), model(**hidden()))
@@ -405,7 +449,7 @@ def test_a_caller_in_inference_mode_gets_what_the_model_returns() -> None:
     with torch.inference_mode():
         inputs = with_text()
         expected = model(**inputs)
-        split = split_model(model, 3, inputs)
+        split = split_model(model, 3, inputs, partitioner="uniform")
         assert_same(split(**inputs), expected)
         assert split(**inputs)["x"][0].is_inference()
 
@@ -413,7 +457,7 @@ def test_a_caller_in_inference_mode_gets_what_the_model_returns() -> None:
 def test_a_split_made_in_inference_mode_serves_callers_outside_it() -> None:
     model = BuffersAndAttributes()
     with torch.inference_mode():
-        split = split_model(model, 3, hidden())
+        split = split_model(model, 3, hidden(), partitioner="uniform")
         split(**hidden())
     inputs = hidden() | dict(hidden_states=randn(2, 4, DIM).requires_grad_())
     split(**inputs).sum().backward()
@@ -431,7 +475,7 @@ def test_gradients_of_inputs_and_weights_equal_the_models() -> None:
         return [loss.detach(), *torch.autograd.grad(loss, [x, text, *parameters])]
 
     expected = gradients(model)
-    split = split_model(model, 3, with_text())
+    split = split_model(model, 3, with_text(), partitioner="uniform")
     with torch.no_grad():
         split(**with_text())  # what is kept here must not be taken for the calls that record gradients
     for _ in range(2):
@@ -445,7 +489,7 @@ class KeptThenTrained(Toy):
 
 def test_gradients_reach_what_is_otherwise_computed_once() -> None:
     model = KeptThenTrained(2)
-    split = split_model(model, 2, with_text())
+    split = split_model(model, 2, with_text(), partitioner="uniform")
     with torch.no_grad():
         split(**with_text())
     split(**with_text()).sum().backward()
@@ -514,7 +558,7 @@ class MakesMetadata(Toy):
 def test_an_object_made_by_glue_is_made_once_per_call_with_this_calls_tensors() -> None:
     model = MakesMetadata(2, UsesMetadata)
     with torch.no_grad():
-        split = split_model(model, 2, with_text())
+        split = split_model(model, 2, with_text(), partitioner="uniform")
         for seed in (1, 2, 3):
             inputs = dict(hidden_states=randn(2, 4, DIM, seed=seed), text=randn(1, 4, DIM, seed=seed + 10))
             assert_same(split(**inputs), model(**inputs))

@@ -126,7 +126,7 @@ def test_a_write_into_a_view_of_an_input_counts_as_one_into_the_input() -> None:
     model = WritesIntoAViewOfAnInput(2)
     with torch.no_grad():
         expected = model(hidden()["hidden_states"])
-        split = split_model(model, 2, hidden())
+        split = split_model(model, 2, hidden(), partitioner="uniform")
         given = hidden()["hidden_states"]
         assert torch.equal(split(given), expected)
         assert torch.equal(given, hidden()["hidden_states"])
@@ -157,7 +157,7 @@ def test_a_block_that_writes_into_the_latents_writes_into_a_copy() -> None:
     with torch.no_grad():
         expected = model(hidden()["hidden_states"])
         given = hidden()["hidden_states"]
-        assert torch.equal(split_model(model, 2, hidden())(given), expected)
+        assert torch.equal(split_model(model, 2, hidden(), partitioner="uniform")(given), expected)
         assert torch.equal(given, hidden()["hidden_states"])
 
 
@@ -321,7 +321,7 @@ def test_a_caller_may_write_into_a_returned_step_invariant_value() -> None:
     inputs = hidden() | dict(text=TEXT)
     with torch.no_grad():
         _, expected = model(**inputs)
-        split = split_model(model, 2, inputs)
+        split = split_model(model, 2, inputs, partitioner="uniform")
         for _ in range(3):
             _, context = split(**inputs)
             assert torch.equal(context, expected)

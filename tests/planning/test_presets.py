@@ -12,12 +12,39 @@ from dit_pipelining.planning.models import SizeRequest, find_model, model_inputs
 from dit_pipelining.planning.presets import preset, preset_names, presets_of
 from dit_pipelining.planning.weightless import build_weightless, transformer_class
 
-NAMES = """
-allegro auraflow chroma cogvideox-2b cogvideox-5b cogview4-6b dit-xl-2-256 flux.1-dev flux.1-schnell flux.2-dev
-hidream-i1-full hunyuandit-1.2 hunyuanvideo hunyuanvideo-1.5 latte-1 ltx-video-2b lumina2 mochi-1 pixart-sigma-1024
-qwen-image sana-1600m sd3-medium sd3.5-large skyreels-v2-14b wan2.1-i2v-14b-480p wan2.1-t2v-1.3b wan2.1-t2v-14b
-wan2.2-i2v-a14b wan2.2-t2v-a14b wan2.2-ti2v-5b z-image-turbo
-""".split()
+NAMES = [
+    "allegro",
+    "auraflow",
+    "chroma",
+    "cogvideox-2b",
+    "cogvideox-5b",
+    "cogview4-6b",
+    "dit-xl-2-256",
+    "flux.1-dev",
+    "flux.1-schnell",
+    "flux.2-dev",
+    "hidream-i1-full",
+    "hunyuandit-1.2",
+    "hunyuanvideo",
+    "hunyuanvideo-1.5",
+    "latte-1",
+    "ltx-video-2b",
+    "lumina2",
+    "mochi-1",
+    "pixart-sigma-1024",
+    "qwen-image",
+    "sana-1600m",
+    "sd3-medium",
+    "sd3.5-large",
+    "skyreels-v2-14b",
+    "wan2.1-i2v-14b-480p",
+    "wan2.1-t2v-1.3b",
+    "wan2.1-t2v-14b",
+    "wan2.2-i2v-a14b",
+    "wan2.2-t2v-a14b",
+    "wan2.2-ti2v-5b",
+    "z-image-turbo",
+]
 
 
 def test_all_published_models_have_a_preset():

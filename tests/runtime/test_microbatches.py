@@ -1,0 +1,51 @@
+"""Cutting a call's inputs along the batch."""
+
+import torch
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+
+from dit_pipelining.runtime.microbatches import cut, merge
+
+
+def test_only_what_has_a_batch_is_cut() -> None:
+    call = {
+        "hidden_states": torch.arange(8.0).reshape(4, 2),
+        "timestep": torch.arange(4),
+        "img_ids": torch.zeros(6, 3),
+        "residuals": [torch.ones(4, 1), torch.ones(4, 1)],
+        "kwargs": {"mask": torch.ones(4, 5), "scale": 0.5},
+        "return_dict": False,
+    }
+    first, second = cut(call, "hidden_states", 2)
+    assert torch.equal(second["hidden_states"], call["hidden_states"][2:])
+    assert second["timestep"].tolist() == [2, 3]
+    assert second["img_ids"] is call["img_ids"]
+    assert [r.shape[0] for r in first["residuals"]] == [2, 2]
+    assert first["kwargs"]["mask"].shape == (2, 5)
+    assert first["kwargs"]["scale"] == 0.5
+
+
+def test_lists_with_one_entry_per_sample_are_cut() -> None:
+    call = {
+        "x": [torch.zeros(1), torch.ones(1)],
+        "t": torch.tensor([0.1, 0.2]),
+        "caption": [torch.zeros(3), torch.ones(2)],
+    }
+    first, second = cut(call, "x", 2)
+    assert len(first["x"]) == 1
+    assert second["t"].tolist() == [torch.tensor(0.2).item()]
+    assert second["caption"][0].shape == (2,)
+
+
+def test_a_batch_that_does_not_divide_is_cut_into_fewer_parts() -> None:
+    call = {"hidden_states": torch.zeros(4, 1)}
+    assert len(cut(call, "hidden_states", 6)) == 2
+    assert len(cut({"hidden_states": torch.zeros(1, 1)}, "hidden_states", 3)) == 1
+
+
+def test_outputs_are_merged_in_their_own_structure() -> None:
+    one, other = torch.zeros(1, 2), torch.ones(1, 2)
+    assert torch.equal(merge([(one,), (other,)])[0], torch.cat([one, other]))
+    merged = merge([Transformer2DModelOutput(sample=one), Transformer2DModelOutput(sample=other)])
+    assert isinstance(merged, Transformer2DModelOutput)
+    assert merged.sample.shape == (2, 2)
+    assert len(merge([([one],), ([other],)])[0]) == 2
