@@ -7,25 +7,33 @@ from typing import Any
 import diffusers
 from torch import nn
 
+from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.capture.graph import CaptureCache
 from dit_pipelining.capture.signature import bind
-from dit_pipelining.comm.launch import join, launched_world_size
-from dit_pipelining.config import ParallelConfig
+from dit_pipelining.comm.launch import join, launched_rank, launched_world_size
+from dit_pipelining.config import ParallelConfig, check_partitioner, check_positive, early_counts_check
 from dit_pipelining.costs.model_costs import model_costs
+from dit_pipelining.errors import ConfigError, InputError, NotATransformerError
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.runtime.executor import check_counts
 from dit_pipelining.runtime.parallel import from_checkpoint, from_memory, spread
-from dit_pipelining.weights.load import check_names
+from dit_pipelining.runtime.requests import run_requests
+from dit_pipelining.weights.load import check_tensors
 from dit_pipelining.weights.pipelines import (
     DtypeChoice,
     empty_transformers,
+    is_transformer,
+    name_sources,
     pipeline_folder,
+    refuse_contradicting,
+    refuse_other_models,
+    silence_loading_bars,
     transformers_of,
     without_components,
 )
 from partitioners import Partitioner, RankSpec, resolve_partition
 
-__all__ = ["ParallelConfig", "SplitModel", "load_pipeline", "parallelize", "split_model"]
+__all__ = ["ParallelConfig", "SplitModel", "generate", "load_pipeline", "parallelize", "split_model"]
 
 
 def split_model(
@@ -56,10 +64,22 @@ def split_model(
 
     Raises:
         NotATransformerError, BlocksNotFoundError: there is nothing to cut.
+        ConfigError: `num_stages` is no positive integer, there is no such partitioner, or `ranks` is not one per stage.
         InputError: the example inputs do not fit the forward.
         CaptureError: the forward's glue cannot be recorded; names the line.
         PartitionError: the counts or the number of stages do not fit the model.
     """
+    refuse_other_models(model)
+    find_blocks(model, blocks)
+    check_positive("num_stages", num_stages)
+    check_partitioner(partitioner)
+    early_counts_check(counts, num_stages)
+    if ranks is not None and len(ranks) != num_stages:
+        raise ConfigError(f"ranks has {len(ranks)} entries for {num_stages} stages; give one RankSpec per stage.")
+    if not isinstance(example_inputs, Mapping):
+        raise InputError(
+            f"example_inputs is a {type(example_inputs).__name__}; give the keyword arguments of one call as a dict."
+        )
     captures = CaptureCache(model, blocks, count_flops=True)
     graph = captures.get(bind(model.forward, (), example_inputs))
     partition = resolve_partition(
@@ -73,6 +93,7 @@ def load_pipeline(
     config: ParallelConfig | None = None,
     *,
     pipeline_class: type = diffusers.DiffusionPipeline,
+    dtype: DtypeChoice = None,
     torch_dtype: DtypeChoice = None,
     variant: str | None = None,
     revision: str | None = None,
@@ -87,34 +108,56 @@ def load_pipeline(
         source: a pipeline's folder, or a hub id.
         config: how many stages, and how to cut. Default: one process, which is the plain diffusers pipeline.
         pipeline_class: a diffusers pipeline class. Default: the one the folder names.
-        torch_dtype: as in `from_pretrained`: one dtype, or by component.
+        dtype: of the weights, as in `from_pretrained`: one dtype, or by component.
+        torch_dtype: diffusers' older name of `dtype`.
         variant: as in `from_pretrained`, for example `"fp16"`.
         revision: of a hub id.
-        components: passed on to `from_pretrained`, for example `vae=...`.
+        components: passed on to `from_pretrained`, for example `vae=...`. A transformer that is passed, with its weights
+            and the same on every rank, is split as `parallelize` does it.
 
     Returns:
         the diffusers pipeline, on this rank's device.
 
     Raises:
         WorldSizeError: the launch has another number of processes than the configuration.
+        ConfigError: an argument contradicts the split (`device_map`), or the configuration names components that are not
+            there.
         ModelNotFoundError, CheckpointError, NotATransformerError: there is nothing to load or to split.
         PartitionError: more stages than blocks, or a partition that cannot be.
     """
     config = config or ParallelConfig()
     config.check_world_size(launched_world_size())
+    if dtype is not None and torch_dtype is not None:
+        raise ConfigError(
+            f"dtype={dtype} and torch_dtype={torch_dtype} are two names of one argument; give one of them."
+        )
+    dtype = torch_dtype if dtype is None else dtype
+    if launched_rank() != 0:
+        silence_loading_bars()
     folder = pipeline_folder(source, variant=variant, revision=revision)
-    options = {"torch_dtype": torch_dtype, "variant": variant, **components}
-    if config.pipeline_parallel_size == 1:
-        return pipeline_class.from_pretrained(folder, **options).to(join(config))  # type: ignore[attr-defined]
-    empty = empty_transformers(folder, torch_dtype, variant)
-    for name, transformer in empty.items():
-        check_names(transformer.model, transformer.checkpoint)
-        check_counts(config, name, transformer.model)
+    options = {"dtype": dtype, "variant": variant, **components}
+    if config.world_size == 1:
+        pipeline = pipeline_class.from_pretrained(folder, **options).to(join(config))  # type: ignore[attr-defined]
+        pipeline.register_to_config(_name_or_path=str(source))
+        config.check_components(name for name, part in pipeline.components.items() if is_transformer(type(part)))
+        return pipeline
+    refuse_contradicting(components)
+    given = {name: value for name, value in components.items() if is_transformer(type(value))}
+    empty = empty_transformers(folder, dtype, variant, given=components)
+    for transformer in empty.values():
+        check_tensors(transformer.model, transformer.checkpoint)
+    models = {**{name: transformer.model for name, transformer in empty.items()}, **given}
+    if not models:
+        passed = ", ".join(f"{name}={type(value).__name__}" for name, value in components.items())
+        raise NotATransformerError(f"{passed}: no diffusion transformer is left to split. Leave the transformer out.")
+    _check_splits(config, models)
     device = join(config)
-    models = {name: transformer.model for name, transformer in empty.items()}
-    with without_components(folder, models) as rest:
-        pipeline = pipeline_class.from_pretrained(rest, **options, **models)  # type: ignore[attr-defined]
-    spread(pipeline, models, {n: from_checkpoint(t, device) for n, t in empty.items()}, config, device)
+    with without_components(folder, [*models, *components]) as rest:
+        pipeline = pipeline_class.from_pretrained(rest, **{**options, **models})  # type: ignore[attr-defined]
+        name_sources(pipeline, source, folder, loaded_from=rest)
+    fill = {name: from_memory(model, device) for name, model in given.items()}
+    fill |= {name: from_checkpoint(transformer, device) for name, transformer in empty.items()}
+    spread(pipeline, models, fill, config, device)
     return pipeline
 
 
@@ -131,14 +174,40 @@ def parallelize(pipeline: Any, config: ParallelConfig) -> Any:
         the pipeline, on this rank's device.
 
     Raises:
-        WorldSizeError, NotATransformerError, PartitionError: as in `load_pipeline`.
+        WorldSizeError, ConfigError, NotATransformerError, PartitionError: as in `load_pipeline`.
     """
     config.check_world_size(launched_world_size())
-    if config.pipeline_parallel_size == 1:
+    if config.world_size == 1:
         return pipeline.to(join(config))
     models = transformers_of(pipeline)
-    for name, model in models.items():
-        check_counts(config, name, model)
+    _check_splits(config, models)
     device = join(config)
     spread(pipeline, models, {name: from_memory(model, device) for name, model in models.items()}, config, device)
     return pipeline
+
+
+def _check_splits(config: ParallelConfig, models: Mapping[str, nn.Module]) -> None:
+    config.check_components(models)
+    for name, model in models.items():
+        check_counts(config, name, model)
+
+
+def generate(pipeline: Any, requests: Sequence[Mapping[str, Any]], *, max_in_flight: int | None = None) -> list[Any]:
+    """Run several calls of a pipeline side by side, so that no stage waits while another request has work for it.
+
+    With twice as many equal requests as stages there is no bubble between denoising steps. Requests may differ in
+    prompt, size, steps, guidance and seed; each runs the pipeline's own code. Give each its own `generator`: without one,
+    every request starts from the same random state.
+
+    Args:
+        pipeline: from `load_pipeline` or `parallelize`, on every rank; a plain pipeline runs them one after the other.
+        requests: arguments of the pipeline's calls, the same on every rank.
+        max_in_flight: requests at a time. Default: all.
+
+    Returns:
+        what each call returns, in order; bit for bit what it returns alone.
+
+    Raises:
+        InputError: a request is no dict.
+    """
+    return run_requests(pipeline, requests, max_in_flight)

@@ -1,11 +1,23 @@
 """ParallelConfig: how to spread a pipeline over ranks."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dit_pipelining.errors import ConfigError, WorldSizeError
-from partitioners import Partitioner
-from partitioners.explicit import counts_from_environment
+from partitioners import (
+    PARTITIONERS,
+    Partitioner,
+    TooManyStagesError,
+    WrongNumberOfCountsError,
+    counts_from_environment,
+    parse_counts,
+)
+from partitioners.errors import ARGUMENT
+from partitioners.explicit import ENVIRONMENT
+from partitioners.partition import check_counts
+
+SCHEDULES = ("rolling", "gpipe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,15 +28,21 @@ class ParallelConfig:
         pipeline_parallel_size: number of pipeline stages that each transformer is cut into.
         partitioner: where to cut: `"balanced"` (by FLOPs), `"uniform"`, or a function.
         partition: blocks per stage, for example `"8,12,12,8"`, for every transformer; or by component, for example
-            `{"transformer": "8,12,12,8", "transformer_2": "10,10,10,10"}`. Beats VLLM_PP_LAYER_PARTITION, which beats
-            `partitioner`.
+            `{"transformer": "8,12,12,8", "transformer_2": "10,10,10,10"}`. Beats VLLM_PP_LAYER_PARTITION, which decides
+            for all transformers that have no counts here, and which beats `partitioner`.
         blocks: names of the transformer's blocks or block lists, where they are not found by themselves.
         microbatches: into how many parts a batch is cut along the pipeline, so that stages work at the same time. 1
             keeps the batch whole and every bit of the result; kernels can round a smaller batch differently.
+        cfg_parallel_size: number of replicas of the pipeline, over which the calls of a step (the branches of guidance)
+            and the requests of `generate` are spread. A batch with both branches in it is cut over them.
+        schedule: `"rolling"`: a call returns at once with a result that is waited for when it is used, so that both
+            branches of a step, and several requests, are in flight. `"gpipe"`: torch's ScheduleGPipe over the microbatches
+            of each call, which runs it to its end.
         timeout_seconds: how long a rank waits for another before the run ends with an error.
 
     Raises:
         ConfigError: a value cannot be used; says which and why.
+        CountsError: `partition` holds something else than one number of blocks per stage.
     """
 
     pipeline_parallel_size: int = 1
@@ -32,15 +50,26 @@ class ParallelConfig:
     partition: str | Sequence[int] | Mapping[str, str | Sequence[int]] | None = None
     blocks: Sequence[str] | None = None
     microbatches: int = 1
+    cfg_parallel_size: int = 1
+    schedule: str = "rolling"
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("pipeline_parallel_size", "microbatches"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r}: expected an integer of at least 1.")
-        if not self.timeout_seconds > 0:
-            raise ConfigError(f"timeout_seconds={self.timeout_seconds!r}: expected a number above 0.")
+        for name in ("pipeline_parallel_size", "cfg_parallel_size", "microbatches"):
+            check_positive(name, getattr(self, name))
+        check_partitioner(self.partitioner)
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f"schedule={self.schedule!r}: expected one of {', '.join(SCHEDULES)}.")
+        if self.schedule == "gpipe" and self.cfg_parallel_size > 1:
+            raise ConfigError(
+                'schedule="gpipe" runs one pipeline; use schedule="rolling" with cfg_parallel_size above 1.'
+            )
+        seconds = self.timeout_seconds
+        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
+            raise ConfigError(f"timeout_seconds={seconds!r}: expected a number of seconds above 0.")
+        for given in self.partition.values() if isinstance(self.partition, Mapping) else [self.partition]:
+            if given is not None:
+                early_counts_check(given, self.pipeline_parallel_size)
 
     def check_world_size(self, world_size: int) -> None:
         """Compare the number of launched processes with the degrees.
@@ -48,21 +77,97 @@ class ParallelConfig:
         Raises:
             WorldSizeError: they do not match.
         """
-        if world_size != self.pipeline_parallel_size:
+        if world_size != self.world_size:
             raise WorldSizeError(
-                f"{world_size} processes were launched, but pipeline_parallel_size={self.pipeline_parallel_size} needs "
-                f"{self.pipeline_parallel_size}. Launch with `torchrun --nproc-per-node {self.pipeline_parallel_size}` or "
-                f"set the size to {world_size}."
+                f"{world_size} processes were launched, but pipeline_parallel_size={self.pipeline_parallel_size} x "
+                f"cfg_parallel_size={self.cfg_parallel_size} needs {self.world_size}. Launch with `torchrun "
+                f"--nproc-per-node {self.world_size}` or change the sizes."
             )
 
+    @property
+    def world_size(self) -> int:
+        """The number of processes the degrees need."""
+        return self.pipeline_parallel_size * self.cfg_parallel_size
+
     def counts_for(self, component: str) -> str | Sequence[int] | None:
-        """Explicit blocks per stage of one transformer, None where a partitioner decides.
+        """The blocks per stage that `partition` gives one transformer; None: the variable or the partitioner decides."""
+        return self.partition.get(component) if isinstance(self.partition, Mapping) else self.partition
+
+    def check_components(self, names: Iterable[str]) -> None:
+        """Compare the components that `partition` names with those of a pipeline that are split.
 
         Raises:
-            CountsError: VLLM_PP_LAYER_PARTITION holds something that cannot be counts.
+            ConfigError: it names one that is not there.
         """
-        if isinstance(self.partition, Mapping):
-            return self.partition.get(component)
-        if self.partition is not None:
-            return self.partition
-        return counts_from_environment()
+        names = list(names)
+        unknown = [name for name in self.partition if name not in names] if isinstance(self.partition, Mapping) else []
+        if unknown:
+            raise ConfigError(
+                f"partition names {', '.join(map(repr, unknown))}, which this pipeline does not have; the transformers "
+                f"that are split are {', '.join(map(repr, names))}."
+            )
+
+    def check_counts(self, component: str, num_blocks: int) -> None:
+        """Check what can be said about one transformer's partition before the shapes of its inputs are known.
+
+        Whether counts sum to the number of blocks is known only after the capture, since it is calls that count.
+
+        Args:
+            component: its name in the pipeline.
+            num_blocks: the number of its blocks.
+
+        Raises:
+            CountsError: counts here or in VLLM_PP_LAYER_PARTITION are not one number of blocks per stage.
+            TooManyStagesError: there are no counts, and fewer blocks than stages.
+        """
+        stages = self.pipeline_parallel_size
+        if not early_counts_check(self.counts_for(component), stages) and stages > num_blocks:
+            raise TooManyStagesError(stages, num_blocks)
+
+
+def check_positive(name: str, value: object) -> None:
+    """Check a number of something.
+
+    Raises:
+        ConfigError: it is no integer of at least 1.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}={value!r}: expected an integer of at least 1.")
+
+
+def check_partitioner(partitioner: object) -> None:
+    """Check that this is a partitioner's name or could be a partitioner.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    known = partitioner in PARTITIONERS if isinstance(partitioner, str) else callable(partitioner)
+    if not known:
+        raise ConfigError(
+            f"partitioner={partitioner!r}: expected one of {', '.join(map(repr, PARTITIONERS))}, or a function "
+            "(costs, ranks) -> Partition."
+        )
+
+
+def early_counts_check(counts: object, num_stages: int) -> bool:
+    """Check explicit counts, or where there are none those of VLLM_PP_LAYER_PARTITION, before the model is known.
+
+    Returns:
+        whether there are any.
+
+    Raises:
+        CountsError: they are not one number of blocks per stage; names their source.
+        ConfigError: `counts` is neither text nor a sequence.
+    """
+    source, integers = ARGUMENT, None
+    if counts is None:
+        source, integers = ENVIRONMENT, counts_from_environment()
+    elif isinstance(counts, str):
+        integers = parse_counts(counts)
+    elif not isinstance(counts, Sequence):
+        raise ConfigError(f"partition={counts!r}: expected blocks per stage, such as [8, 12, 12, 8] or '8,12,12,8'.")
+    else:
+        integers = check_counts(counts)
+    if integers is not None and len(integers) != num_stages:
+        raise WrongNumberOfCountsError(integers, source, num_stages)
+    return integers is not None

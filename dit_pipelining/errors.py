@@ -3,6 +3,7 @@
 from partitioners.errors import PartitionError
 
 __all__ = [
+    "USER_ERRORS",
     "BlocksNotFoundError",
     "CaptureError",
     "CheckpointError",
@@ -50,3 +51,7 @@ class ModelNotFoundError(SplitError):
 
 class CheckpointError(SplitError):
     """A checkpoint folder lacks files or tensors, or holds tensors that the model does not know."""
+
+
+USER_ERRORS = (SplitError, PartitionError)
+"""All that comes from what the caller gave: a command prints these as one line, without a traceback."""

@@ -1,13 +1,16 @@
-"""Every name of torch that is not public API and that this project uses, in one place.
+"""Names of torch that are not public API, in one place: when a release moves one, this is the file to mend.
 
-Supported: torch 2.11 to 2.13. When a release moves one of these names, this is the file to mend.
+Supported: torch 2.11 to 2.13. Not here are the dictionaries in which an `nn.Module` holds what is registered on it
+(`_parameters`, `_buffers`, `_modules`, `_non_persistent_buffers_set`): the code that takes modules apart names them itself.
 """
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -26,6 +29,9 @@ NEEDS_VALUES: tuple[type[BaseException], ...] = (
     UnsupportedOperatorException,
 )
 """What a fake tensor raises when an operation would have to look at its values."""
+
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""The kernel of the CPU behind `scaled_dot_product_attention`."""
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -52,6 +58,11 @@ def version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def without_base(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or of a view one that shares its memory but does not keep the tensor alive that it views."""
+    return tensor.detach() if tensor._is_view() else tensor
+
+
 def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
     return pytree.tree_flatten(tree)
 
@@ -76,3 +87,67 @@ def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtyp
     """Device and dtype among the arguments of `Module.to`."""
     device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
     return device, dtype
+
+
+def wrapper_tensor(
+    cls: type[torch.Tensor],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Any:
+    """A tensor of class `cls` that has a shape and a device but no data; extensions that ask for it get an error."""
+    wrapper = torch.Tensor._make_wrapper_subclass(
+        cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device=device
+    )
+    torch._C._set_throw_on_mutable_data_ptr(wrapper)
+    return wrapper
+
+
+def no_torch_function() -> AbstractContextManager[Any]:
+    """Inside this context operations on subclasses go straight to their `__torch_dispatch__`."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def no_autocast() -> AbstractContextManager[Any]:
+    """Inside this context operations run in the dtypes they are given, on every device."""
+    return torch._C._DisableAutocast()
+
+
+def tracked_writes() -> AbstractContextManager[Any]:
+    """Inside this context, in a `__torch_dispatch__`, writes are counted and views known as such, as outside of it."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+
+
+def is_tracked_view(tensor: torch.Tensor) -> bool:
+    """Whether torch knows the tensor as a view of another; views of inference tensors are not tracked."""
+    return tensor._is_view()
+
+
+@functools.cache
+def composite_kernel(func: OpOverload) -> Callable[..., Any] | None:
+    """The kernel that makes `func` of other operations, if it is made so on every device (`chunk`, `reshape`, `to`)."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+        return None
+    return lambda *args, **kwargs: func._op_dk(key, *args, **kwargs)
+
+
+def is_elementwise(func: OpOverload) -> bool:
+    """Whether torch says that the operation computes each element from elements, and nothing but that."""
+    tags = func.tags
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags and not func._schema.is_mutable
+
+
+PRIVATE_TENSOR_METHODS = frozenset(
+    {torch.Tensor._typed_storage, torch.Tensor._version.__get__}  # type: ignore[attr-defined]
+)
+"""As `__torch_function__` gets them: what pickling and sharing of memory look at, and `tensor._version`."""
+
+
+def chunked(batched: bool) -> Any:
+    """What tells torch's schedules to cut a value along its first dimension, or to give it to every microbatch whole."""
+    from torch.distributed.pipelining import microbatch
+
+    return microbatch.TensorChunkSpec(0) if batched else microbatch._Replicate()

@@ -1,6 +1,8 @@
 """What the recipes share: their flags, how they load a pipeline, and where results go."""
 
 import argparse
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import torch.distributed as dist
 from diffusers.utils import export_to_gif, export_to_video
 
 from dit_pipelining.api import ParallelConfig, load_pipeline
-from dit_pipelining.errors import SplitError
-from partitioners import PartitionError
+from dit_pipelining.comm.launch import launched_rank, launched_world_size
+from dit_pipelining.config import SCHEDULES
+from dit_pipelining.errors import USER_ERRORS, ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -30,7 +33,9 @@ def parser(description: str, output: str) -> argparse.ArgumentParser:
     flags.add_argument("--output", type=Path, default=Path(output), help="several prompts add -0, -1, ... to the name")
     flags.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights; default: as diffusers loads them")
     flags.add_argument("--variant", help="of the checkpoint's files, for example fp16")
-    flags.add_argument("--pipeline-parallel-size", type=int, default=1, metavar="STAGES")
+    flags.add_argument("--pipeline-parallel-size", type=int, metavar="STAGES", help="default: all launched processes")
+    flags.add_argument("--cfg-parallel-size", type=int, default=1, metavar="REPLICAS")
+    flags.add_argument("--schedule", choices=SCHEDULES, default="rolling")
     flags.add_argument("--partitioner", choices=["balanced", "uniform"], default="balanced")
     flags.add_argument("--partition", help="blocks per stage, for example 8,12,12,8")
     flags.add_argument(
@@ -40,19 +45,36 @@ def parser(description: str, output: str) -> argparse.ArgumentParser:
 
 
 def load(args: argparse.Namespace) -> Any:
-    """The pipeline over the ranks of this launch; ends the process with one line if something does not fit."""
+    """The pipeline over the ranks of this launch."""
+    config = ParallelConfig(
+        pipeline_parallel_size=args.pipeline_parallel_size or max(launched_world_size() // args.cfg_parallel_size, 1),
+        cfg_parallel_size=args.cfg_parallel_size,
+        partitioner=args.partitioner,
+        partition=args.partition,
+        microbatches=len(args.prompt) if args.microbatches is None else args.microbatches,
+        schedule=args.schedule,
+    )
+    return load_pipeline(args.model, config, dtype=DTYPES[args.dtype] if args.dtype else None, variant=args.variant)
+
+
+def run(recipe: Callable[[], None]) -> None:
+    """Run a recipe; what a user can mend ends it with one line, from the first rank."""
     try:
-        config = ParallelConfig(
-            pipeline_parallel_size=args.pipeline_parallel_size,
-            partitioner=args.partitioner,
-            partition=args.partition,
-            microbatches=len(args.prompt) if args.microbatches is None else args.microbatches,
-        )
-        return load_pipeline(
-            args.model, config, torch_dtype=DTYPES[args.dtype] if args.dtype else None, variant=args.variant
-        )
-    except (SplitError, PartitionError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from None
+        recipe()
+    except USER_ERRORS as error:
+        if launched_rank() == 0:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def check_output(path: Path, suffixes: tuple[str, ...]) -> None:
+    """Refuse an output that could not be written, before anything is generated."""
+    if path.suffix not in suffixes or path.is_dir():
+        raise ConfigError(f"--output {path}: expected a file that ends in {' or '.join(suffixes)}.")
+    path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def call_arguments(args: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -75,7 +97,6 @@ def is_main_rank() -> bool:
 
 def numbered(path: Path, index: int, count: int) -> Path:
     """`out.mp4` for one result, `out-0.mp4`, `out-1.mp4` for several."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     return path if count == 1 else path.with_stem(f"{path.stem}-{index}")
 
 
@@ -97,10 +118,3 @@ def save_video(frames: np.ndarray, path: Path, fps: int) -> Path:
 
     export_to_gif([Image.fromarray((frame * 255).round().astype("uint8")) for frame in images], str(path), fps=fps)
     return path
-
-
-def leave() -> None:
-    """Leave the process group, if this launch has one."""
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()

@@ -7,13 +7,14 @@ The result is the one that a single process gives with the same flags, bit for b
 rounding of the smaller batch (see --microbatches).
 """
 
-from common import call_arguments, is_main_rank, leave, load, numbered, parser
+from common import call_arguments, check_output, is_main_rank, load, numbered, parser, run
 
 from dit_pipelining.runtime.report import print_split
 
 
 def main() -> None:
     args = parser(__doc__ or "", "image.png").parse_args()
+    check_output(args.output, (".png", ".jpg", ".webp"))
     pipeline = load(args)
     names = ("width", "height", "num_inference_steps", "guidance_scale")
     images = pipeline(**call_arguments(args, *names)).images
@@ -23,8 +24,7 @@ def main() -> None:
             path = numbered(args.output, i, len(images))
             image.save(path)
             print(f"image: {path}")
-    leave()
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -7,7 +7,7 @@ The result is the one that a single process gives with the same flags, bit for b
 rounding of the smaller batch (see --microbatches).
 """
 
-from common import call_arguments, is_main_rank, leave, load, numbered, parser, save_video
+from common import call_arguments, check_output, is_main_rank, load, numbered, parser, run, save_video
 from contact_sheet import contact_sheet
 
 from dit_pipelining.runtime.report import print_split
@@ -19,6 +19,7 @@ def main() -> None:
     flags.add_argument("--fps", type=int, default=16, help="of the file; the model does not know it")
     flags.add_argument("--contact-sheet", action="store_true", help="also save the frames side by side, as PNG")
     args = flags.parse_args()
+    check_output(args.output, (".mp4", ".gif"))
     pipeline = load(args)
     names = ("width", "height", "num_frames", "num_inference_steps", "guidance_scale")
     videos = pipeline(**call_arguments(args, *names), output_type="np").frames
@@ -29,8 +30,7 @@ def main() -> None:
             print(f"video: {path}")
             if args.contact_sheet:
                 print(f"frames: {contact_sheet(frames, path.with_suffix('.png'), scale=2)}")
-    leave()
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

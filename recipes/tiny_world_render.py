@@ -31,7 +31,9 @@ def _tracks(
     radius = _uniform(11.5 - 2.5 * small, 15.0 - 3.0 * small, shape, generator) * unit
     travel = _uniform(34 - 4 * small, 46 - 6 * small, shape, generator) * unit
     orbit = _uniform(14 - 2 * small, 20 - 5 * small, shape, generator) * unit
-    start_angle = _uniform(0.0, 2 * math.pi, shape, generator)
+    # Orbits start near the top. If they started anywhere, both senses would look alike on average, and a model would learn
+    # the sense last of all.
+    start_angle = _uniform(-0.5 * math.pi - 0.6, -0.5 * math.pi + 0.6, shape, generator)
     u = torch.linspace(0, 1, num_frames, device=motion.device)
     offset = torch.zeros(*shape, num_frames, 2, device=motion.device)
     scale = torch.ones(*shape, num_frames, device=motion.device)

@@ -4,6 +4,7 @@ Starting a process costs seconds of imports, so the workers stay; each job gets 
 does not answer in time is killed with all others, and the next job starts new ones.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -14,7 +15,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 GLOO_TIMEOUT = timedelta(seconds=60)
-JOB_TIMEOUT_SECONDS = 240.0
+JOB_TIMEOUT_SECONDS = 150.0
+STUCK_SECONDS = 120.0
 
 
 class RanksFailedError(AssertionError):
@@ -45,6 +47,8 @@ class RankPool:
             answers = [self._answer(rank) for rank in range(world_size)]
         failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failures:
+            # As in real life: what a failed rank leaves behind (a group with a transfer in flight) ends with its process.
+            self.close()
             raise RanksFailedError("\n".join(failures))
         return [value for _, value in answers]
 
@@ -88,10 +92,12 @@ def _serve(connection: Connection) -> None:
             rank, world_size, store, function, args = connection.recv()
         except (EOFError, KeyboardInterrupt):
             return
+        faulthandler.dump_traceback_later(STUCK_SECONDS)  # where a rank hangs is worth knowing
         try:
             connection.send((True, _run_as_rank(rank, world_size, store, function, args)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _run_as_rank(rank: int, world_size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -25,8 +25,9 @@ def find_blocks(model: nn.Module, blocks: Sequence[str] | None = None) -> list[s
         BlocksNotFoundError: a chosen name does not exist, or the model has no list of blocks.
     """
     if not isinstance(model, nn.Module):
+        got = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise NotATransformerError(
-            f"expected a torch.nn.Module to split, got {type(model).__name__}. Pass a diffusers transformer, for example "
+            f"expected a torch.nn.Module to split, got {got}. Pass a diffusers transformer, for example "
             "`pipe.transformer`; to split a whole pipeline use `load_pipeline`."
         )
     if blocks is not None:

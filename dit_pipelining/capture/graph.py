@@ -18,7 +18,7 @@ from dit_pipelining.capture.code import compile_nodes
 from dit_pipelining.capture.kept import KeptFunction
 from dit_pipelining.capture.signature import CallInputs, flatten_inputs
 from dit_pipelining.capture.trace import Tracer, trace
-from dit_pipelining.capture.values import Questions
+from dit_pipelining.capture.values import CHANGES_EACH_STEP, Questions
 from dit_pipelining.errors import BlocksNotFoundError
 
 
@@ -84,6 +84,15 @@ class BlockGraph:
         """Objects in the output that the forward made itself."""
         return [node for node in dict.fromkeys(_nodes_in(self.output)) if "template" in node.meta]
 
+    def changes_each_step(self, node: fx.Node) -> bool:
+        """Whether a value depends on the latents or the time, which are new at every denoising step."""
+        return any(self.is_new_each_step(path) for path in self.inputs_of[node])
+
+    def is_new_each_step(self, path: str) -> bool:
+        """Whether the input at this path is new at every denoising step."""
+        name = path.split(".")[0]
+        return name == self.main_input or bool(CHANGES_EACH_STEP.search(name))
+
     def matches(self, model: nn.Module, inputs: CallInputs) -> bool:
         """Whether the graph is right for these inputs: equal signature, and equal answers where glue looked at values."""
         return inputs.signature == self.signature and all(q.same_answers(model, inputs.leaves) for q in self.questions)
@@ -107,6 +116,10 @@ class BlockGraph:
                 return values[item]
             if isinstance(item, replay.Rebuilt):
                 return item.cls(**{name: build(part) for name, part in item.fields.items()})
+            if isinstance(item, replay.Typed):
+                return item.cls({name: build(part) for name, part in item.items.items()})
+            if isinstance(item, torch.Size):
+                return item
             if isinstance(item, list | tuple):
                 return type(item)(build(part) for part in item)
             if isinstance(item, dict):
@@ -177,6 +190,7 @@ class CaptureCache:
     blocks: Sequence[str] | None = None
     forward: Callable[..., Any] | None = None
     count_flops: bool = False
+    before_capture: Callable[[], None] | None = None
     graphs: dict[Hashable, list[BlockGraph]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -187,6 +201,8 @@ class CaptureCache:
             for graph in known:
                 if graph.matches(self.model, inputs):
                     return graph
+            if self.before_capture is not None:
+                self.before_capture()
             graph = capture(self.model, kwargs, self.blocks, self.forward, self.count_flops)
             known.append(graph)
             return graph
@@ -222,6 +238,8 @@ def _nodes_in(item: Any) -> Iterator[fx.Node]:
         yield item
     elif isinstance(item, replay.Rebuilt):
         yield from _nodes_in(item.fields)
+    elif isinstance(item, replay.Typed):
+        yield from _nodes_in(item.items)
     elif isinstance(item, list | tuple):
         for part in item:
             yield from _nodes_in(part)
@@ -235,7 +253,7 @@ def _questions(tracer: Tracer) -> tuple[Questions, ...]:
     groups: dict[tuple[str, ...], list[tuple[fx.Node, Any]]] = {}
     for node, answer in tracer.values.asked:
         sources = {source.meta["input"] for source in ancestors([node]) if source.op == "placeholder"}
-        if sources:
+        if sources or _weights_behind([node], tracer):
             groups.setdefault(tuple(sorted(sources)), []).append((node, answer))
     made = []
     for inputs, asked in groups.items():
@@ -244,8 +262,18 @@ def _questions(tracer: Tracer) -> tuple[Questions, ...]:
         nodes = [node for node in tracer.graph.nodes if node in needed]
         arguments = {node.meta["input"]: node for node in nodes if node.op == "placeholder"}
         function = compile_nodes(nodes, askers, [arguments[path] for path in inputs], tracer.constants)
-        made.append(Questions(KeptFunction(inputs, (), function), tuple(answer for _, answer in asked)))
+        made.append(
+            Questions(
+                KeptFunction(inputs, _weights_behind(askers, tracer), function), tuple(answer for _, answer in asked)
+            )
+        )
     return tuple(made)
+
+
+def _weights_behind(nodes: Iterable[fx.Node], tracer: Tracer) -> tuple[str, ...]:
+    """Names of the model's own tensors that these nodes are computed from."""
+    targets = {str(node.target) for node in ancestors(nodes) if node.op == "get_attr"}
+    return tuple(sorted(targets - set(tracer.constants)))
 
 
 def _live_nodes(graph: fx.Graph, output: Any) -> set[fx.Node]:

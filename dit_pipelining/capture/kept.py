@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from dit_pipelining.capture.code import Function
-from dit_pipelining.torch_internals import version
+from dit_pipelining.capture.structure import map_tensors
+from dit_pipelining.torch_internals import version, without_base
 
 ADAPTER_ATTRIBUTES = ("scaling", "_active_adapter", "merged_adapters", "_disable_adapters")
 """What peft's layers compute with, beside their parameters."""
@@ -32,7 +33,7 @@ class KeptFunction:
     inputs: tuple[str, ...]
     weights: tuple[str, ...]
     function: Function
-    _kept: dict[tuple[int, ...], tuple[Hashable, tuple[Any, ...]]] = field(default_factory=dict)
+    _kept: dict[tuple[int, ...], "_Entry"] = field(default_factory=dict)
 
     def get(self, root: nn.Module, leaves: Mapping[str, Any]) -> tuple[Any, ...]:
         inputs = [leaves[path] for path in self.inputs]
@@ -41,20 +42,50 @@ class KeptFunction:
         if torch.is_grad_enabled() or -1 in versions:
             return self.function(root, *inputs)
         key = tuple(id(tensor) for tensor in inputs)
-        state = (versions, tuple(id(tensor) for tensor in weights), _adapter_state(root, self.weights))
+        places = tuple(tensor.data_ptr() for tensor in weights)  # changed by `parameter.data = ...` alone
+        state = (versions, places, _adapter_state(root, self.weights))
         known = self._kept.get(key)
-        if known is None or known[0] != state:
-            if known is None:
-                for tensor in inputs:
-                    weakref.finalize(tensor, _forget, weakref.ref(self), key)
-            known = self._kept[key] = (state, self.function(root, *inputs))
-        return known[1]
+        if known is None or known.state != state or not known.is_of(inputs, weights):
+            known = self._kept[key] = self._entry(key, state, inputs, weights, self.function(root, *inputs))
+        return known.results
+
+    def _entry(
+        self, key: tuple[int, ...], state: Hashable, inputs: list[Any], weights: list[Any], results: tuple[Any, ...]
+    ) -> "_Entry":
+        # [Note: kept results] Request threads and a stage's worker thread come here at once. There is no lock, since the
+        # callback runs wherever an input dies, perhaps in the thread that holds the lock: each access to the dict is one
+        # step, and what two threads can do to each other is to compute a result twice or to forget one.
+        owner = weakref.ref(self)
+
+        def forget(reference: "weakref.ref[Any]") -> None:
+            function = owner()
+            known = function._kept.get(key) if function is not None else None
+            if function is not None and known is not None and any(reference is own for own in known.inputs):
+                function._kept.pop(key, None)
+
+        return _Entry(
+            tuple(weakref.ref(tensor, forget) for tensor in inputs),
+            tuple(weakref.ref(tensor) for tensor in weights),
+            state,
+            map_tensors(without_base, results),  # else a view of an input would keep it alive, and with it this entry
+        )
 
 
-def _forget(owner: "weakref.ref[KeptFunction]", key: tuple[int, ...]) -> None:
-    function = owner()
-    if function is not None:
-        function._kept.pop(key, None)
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """One kept result. Its references end with it, so a long-lived input that many calls share gathers none."""
+
+    inputs: tuple["weakref.ref[Any]", ...]
+    weights: tuple["weakref.ref[Any]", ...]
+    state: Hashable
+    results: tuple[Any, ...]
+
+    def is_of(self, inputs: list[Any], weights: list[Any]) -> bool:
+        """Whether it was computed from these very tensors: an id alone may be another's by now."""
+        tensors, references = [*inputs, *weights], [*self.inputs, *self.weights]
+        return len(tensors) == len(references) and all(
+            reference() is tensor for reference, tensor in zip(references, tensors, strict=True)
+        )
 
 
 def _adapter_state(root: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
@@ -69,9 +100,9 @@ def _parts_at(root: nn.Module, name: str) -> Iterable[nn.Module]:
 
 
 def _tensors_at(root: nn.Module, name: str) -> Iterable[torch.Tensor]:
-    """The tensor of this name, or the parameters of the module of this name."""
+    """The tensor of this name, or the parameters and buffers of the module of this name."""
     value = _value_at(root, name)
-    return value.parameters() if isinstance(value, nn.Module) else (value,)
+    return (*value.parameters(), *value.buffers()) if isinstance(value, nn.Module) else (value,)
 
 
 def _value_at(root: nn.Module, name: str) -> Any:

@@ -80,6 +80,14 @@ class Rebuilt:
     fields: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Typed:
+    """A dict of a class of its own in a forward's output, such as an OrderedDict."""
+
+    cls: type
+    items: dict[Any, Any]
+
+
 @dataclass(frozen=True, eq=False)
 class Template:
     """An object made by glue, and the parts in it (tensors, other objects) that each run replaces."""

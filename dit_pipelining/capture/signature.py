@@ -64,8 +64,8 @@ def bind(forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             named.update(named.pop(name, {}))
-        elif parameter.kind is parameter.VAR_POSITIONAL and named.pop(name):
-            raise InputError(f"pass the inputs by name: {name}={named[name]!r} came without names.")
+        elif parameter.kind is parameter.VAR_POSITIONAL and (nameless := named.pop(name)):
+            raise InputError(f"pass the inputs by name: {name}={nameless!r} came without names.")
     return named
 
 
@@ -139,11 +139,29 @@ def _object_key(value: Any) -> Iterator[Hashable]:
     for steps, part in object_parts(value):
         if isinstance(part, torch.Tensor):
             yield steps, part.shape, part.stride(), part.dtype, part.device
+        elif isinstance(part, list | tuple):
+            yield steps, type(part), len(part), tuple(_constant_key(item) for item in part)
+        elif isinstance(part, dict):
+            yield steps, type(part), tuple((repr(name), _constant_key(item)) for name, item in part.items())
+        elif hasattr(part, "__dict__"):
+            yield steps, type(part), tuple((name, _constant_key(item)) for name, item in vars(part).items())
         else:
-            simple = (
-                (name, item) for name, item in getattr(part, "__dict__", {}).items() if isinstance(item, CONSTANTS)
-            )
-            yield steps, type(part), tuple(simple)
+            yield steps, type(part), _opaque_key(part)
+    if callable(value) or isinstance(value, nn.Module):
+        yield type(value), id(value)
+
+
+def _constant_key(item: Any) -> Any:
+    return (type(item), repr(item)) if isinstance(item, CONSTANTS) else type(item)
+
+
+def _opaque_key(part: Any) -> Hashable:
+    """What tells two objects without attributes apart: arrays, sets and ranges by their content, others by identity."""
+    if hasattr(part, "tobytes"):
+        return str(getattr(part, "dtype", "")), getattr(part, "shape", None), part.tobytes()
+    if isinstance(part, set | frozenset | range):
+        return repr(sorted(part, key=repr)) if not isinstance(part, range) else repr(part)
+    return id(part)
 
 
 @dataclass(frozen=True)

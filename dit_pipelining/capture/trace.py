@@ -22,6 +22,7 @@ A question about values is answered from the real inputs and kept with the graph
 
 import enum
 import os
+import random
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -29,6 +30,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
@@ -47,6 +49,7 @@ from dit_pipelining.capture.structure import is_namedtuple, tensors_in
 from dit_pipelining.capture.values import ValueNeededError, Values
 from dit_pipelining.errors import CaptureError
 from dit_pipelining.torch_internals import (
+    CPU_ATTENTION,
     NEEDS_VALUES,
     autocast_state,
     is_fake,
@@ -94,7 +97,7 @@ def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
     return 2 * batch * heads * queries * key[-2] * (dim + value[-1])
 
 
-CPU_ATTENTION_FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+CPU_ATTENTION_FLOPS = {CPU_ATTENTION: _attention_flops}
 """torch's counter knows the attention kernels of GPUs only."""
 
 
@@ -127,6 +130,7 @@ class Tracer(TorchFunctionMode):
         self.lora_scale = 1.0
         self.blocks = {id(model.get_submodule(name)): name for name in blocks}
         self.modules = {id(module): name for name, module in reversed(list(model.named_modules()))}
+        self.attributes = {id(tensor): name for name, tensor in _tensor_attributes(model).items()}
         self.opaque = {id(m) for m in model.modules() if id(m) in self.blocks or _is_opaque(m)}
         self.fake_mode = new_fake_mode()
         self.names: dict[int, str] = {}
@@ -147,6 +151,7 @@ class Tracer(TorchFunctionMode):
         self.originals = {
             **dict(self.model.named_parameters(remove_duplicate=False)),
             **dict(self.model.named_buffers(remove_duplicate=False)),
+            **_tensor_attributes(self.model),
         }
         self.device = _device_of(self.inputs, self.model)
         with (
@@ -162,7 +167,7 @@ class Tracer(TorchFunctionMode):
         ):
             leaves = self._place_inputs()
             kwargs = rebuild_inputs(self.inputs.kwargs, leaves)
-            with self:
+            with self, _no_other_randomness(self.model):
                 result = forward(**kwargs)
             self.output = self._to_nodes(result, output=True)
             self._mark_returned(result)
@@ -230,8 +235,8 @@ class Tracer(TorchFunctionMode):
             result = func(*args, **kwargs)
         except NEEDS_VALUES:
             result = self._answer(func, args, kwargs)
-        except RuntimeError as error:  # .numpy() of a fake tensor
-            if _name(func) != "numpy":
+        except RuntimeError as error:  # .numpy() of a fake tensor, or np.asarray
+            if _name(func) not in ("numpy", "__array__"):
                 raise
             result = self._answer(func, args, kwargs, cause=error)
         written = [tensor for tensor, before in versions if version(tensor) != before]
@@ -403,6 +408,8 @@ class Tracer(TorchFunctionMode):
             return value
         if isinstance(value, torch.Tensor):
             return self.node_of(value)
+        if output and isinstance(value, CONSTANTS):
+            return value
         if isinstance(value, torch.Size):
             return tuple(value)
         if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
@@ -423,7 +430,8 @@ class Tracer(TorchFunctionMode):
         if isinstance(value, list | tuple):
             return type(value)(self._to_nodes(item, output) for item in value)
         if isinstance(value, dict):
-            return {name: self._to_nodes(item, output) for name, item in value.items()}
+            entries = {name: self._to_nodes(item, output) for name, item in value.items()}
+            return entries if type(value) is dict or not output else replay.Typed(type(value), entries)
         return self._object(value)
 
     def _object(self, value: Any) -> fx.Node:
@@ -441,8 +449,9 @@ class Tracer(TorchFunctionMode):
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
         if id(tensor) in self.nodes:
             return self.nodes[id(tensor)][1]
-        if id(tensor) in self.names:
-            node = self.graph.get_attr(self.names[id(tensor)])
+        name = self.names.get(id(tensor)) or self.attributes.get(id(tensor))
+        if name is not None:
+            node = self.graph.get_attr(name)
         elif not is_fake(tensor):
             node = self._constant(tensor)
         else:
@@ -533,6 +542,28 @@ def _device_of(inputs: CallInputs, model: nn.Module) -> torch.device:
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
+
+
+@contextmanager
+def _no_other_randomness(model: nn.Module) -> Iterator[None]:
+    """Refuse glue that draws from Python's or NumPy's generators, whose draws would be frozen into the graph."""
+    before = random.getstate(), repr(numpy.random.get_state(legacy=False))
+    yield
+    if (random.getstate(), repr(numpy.random.get_state(legacy=False))) != before:
+        raise CaptureError(
+            f"the forward of {type(model).__name__} draws random numbers from Python's or NumPy's generator. Ranks would "
+            "draw different ones; pass the numbers in as an input."
+        )
+
+
+def _tensor_attributes(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that are plain attributes of modules, such as rotary tables, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: value
+        for prefix, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def _is_opaque(module: nn.Module) -> bool:

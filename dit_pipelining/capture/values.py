@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 
@@ -44,12 +45,28 @@ class Questions:
     def same_answers(self, model: nn.Module, leaves: Mapping[str, Any]) -> bool:
         with torch.no_grad():
             results = self.kept.get(model, leaves)
-        return all(_same(summary(result), answer) for result, answer in zip(results, self.answers, strict=True))
+        return all(summary(result) == answer for result, answer in zip(results, self.answers, strict=True))
 
 
 def summary(result: Any) -> Any:
-    """What of an answer a graph depends on: Python values, and of tensors the shape."""
-    return map_tensors(lambda tensor: (tuple(tensor.shape), tensor.dtype), result)
+    """What of an answer a graph depends on, made of parts that `==` compares: of tensors the shape, of all else the value.
+
+    Types belong to it (`1 == True`); arrays and floating-point numbers are compared by their bits and their text, since
+    `==` is no truth value of the former and never true of NaN.
+    """
+    if isinstance(result, torch.Tensor):
+        return torch.Tensor, tuple(result.shape), result.dtype
+    if isinstance(result, np.ndarray | np.generic):
+        if result.dtype.hasobject:
+            return type(result), result.shape, summary(result.tolist())
+        return type(result), result.shape, result.dtype.str, result.tobytes()
+    if isinstance(result, float | complex):
+        return type(result), repr(result)
+    if isinstance(result, list | tuple):
+        return type(result), [summary(item) for item in result]
+    if isinstance(result, dict):
+        return type(result), [(summary(name), summary(item)) for name, item in result.items()]
+    return type(result), result
 
 
 class Values:
@@ -188,7 +205,3 @@ class Values:
     def _random_like(self, node: fx.Node) -> torch.Tensor:
         value = torch.rand(node.meta["shape"], generator=self._random)
         return value.to(node.meta["device"], node.meta["dtype"])
-
-
-def _same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and bool(one == other)

@@ -7,8 +7,7 @@ from typing import NoReturn
 
 from dit_pipelining import __version__
 from dit_pipelining.cli import show
-from dit_pipelining.errors import SplitError
-from partitioners.errors import PartitionError
+from dit_pipelining.errors import USER_ERRORS
 
 COMMANDS = {"show": show}
 
@@ -34,6 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser.parse_args(argv)
         return COMMANDS[args.command].run(args)
-    except (_UsageError, SplitError, PartitionError) as error:
+    except (_UsageError, *USER_ERRORS) as error:
         print(f"dit-pipelining: {' '.join(str(error).split())}", file=sys.stderr)
         return USER_ERROR

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # torch and diffusers are imported where they are needed, so that --help and --list answer at once.
-from dit_pipelining.errors import ConfigError, InputError, SplitError
-from partitioners import ENVIRONMENT_VARIABLE, PARTITIONERS, PartitionError
+from dit_pipelining.errors import USER_ERRORS, ConfigError, InputError
+from partitioners import ENVIRONMENT_VARIABLE, PARTITIONERS
 
 if TYPE_CHECKING:
     from dit_pipelining.planning.models import TransformerSpec
@@ -104,7 +104,7 @@ def _split(spec: "TransformerSpec", described: dict[str, Any], args: argparse.Na
         with torch.no_grad(), _quiet():
             model = build_weightless(cls, spec.config)
             split = split_model(model, args.stages, inputs, partitioner=args.partitioner, counts=args.partition)
-    except (SplitError, PartitionError):
+    except USER_ERRORS:
         raise
     except Exception as error:
         if not _raised_in(cls, error):

@@ -17,6 +17,11 @@ def launched_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def launched_rank() -> int:
+    """This process's number in the launch."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
 def join(config: ParallelConfig) -> torch.device:
     """Check the world size, make the default process group if there is none yet, and choose this rank's device.
 
@@ -28,7 +33,7 @@ def join(config: ParallelConfig) -> torch.device:
     """
     config.check_world_size(launched_world_size())
     device = _device()
-    if config.pipeline_parallel_size > 1 and not dist.is_initialized():
+    if config.world_size > 1 and not dist.is_initialized():
         timeout = timedelta(seconds=config.timeout_seconds)
         if device.type == "cuda":
             dist.init_process_group("nccl", timeout=timeout, device_id=device)

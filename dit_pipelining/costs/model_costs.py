@@ -11,6 +11,9 @@ NOMINAL_FLOPS_PER_SECOND = 4e14
 """Turns FLOPs into seconds where nothing was measured: about what large bf16 matrix products reach on an H100-class GPU.
 A partition depends on ratios only."""
 
+NOTHING = (0, 0)
+"""Size of a tensor that is a plain attribute: no weight, and on every rank."""
+
 
 def weight_sizes(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Number of elements and of bytes of every module (all its parameters), parameter and buffer, by name.
@@ -84,4 +87,4 @@ def _crossing_bytes(graph: BlockGraph, level: Mapping[fx.Node, int], blocks: int
 def _weights(nodes: Iterable[fx.Node], sizes: Mapping[str, tuple[int, int]], graph: BlockGraph) -> tuple[int, int]:
     names = {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")} - {*graph.constants}
     outer = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
-    return sum(sizes[name][0] for name in outer), sum(sizes[name][1] for name in outer)
+    return sum(sizes.get(name, NOTHING)[0] for name in outer), sum(sizes.get(name, NOTHING)[1] for name in outer)

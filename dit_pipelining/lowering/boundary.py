@@ -23,7 +23,6 @@ from torch import fx
 
 from dit_pipelining.capture import replay
 from dit_pipelining.capture.graph import BlockGraph, is_tensor, value_bytes
-from dit_pipelining.capture.values import CHANGES_EACH_STEP
 from partitioners import Partition
 
 SMALL_SHARE_OF_HIDDEN = 0.01
@@ -216,17 +215,11 @@ class _Planner:
             return False
         share = parameters / max(self.total, 1)
         if value_bytes(node) < SMALL_SHARE_OF_HIDDEN * self.hidden_bytes:
-            return share > NOTICEABLE_SHARE_OF_PARAMETERS or changes_each_step(self.graph, node)
+            return share > NOTICEABLE_SHARE_OF_PARAMETERS or self.graph.changes_each_step(node)
         return share > LARGE_SHARE_OF_PARAMETERS
 
     def _sorted(self, nodes: set[fx.Node] | Sequence[fx.Node]) -> list[fx.Node]:
         return sorted(nodes, key=self.order.__getitem__)
-
-
-def changes_each_step(graph: BlockGraph, node: fx.Node) -> bool:
-    """Whether a value depends on the latents or the time, which are new at every denoising step."""
-    names = {path.split(".")[0] for path in graph.inputs_of[node]}
-    return graph.main_input in names or any(CHANGES_EACH_STEP.search(name) for name in names)
 
 
 def _is_overwritten_view(node: fx.Node) -> bool:

@@ -8,7 +8,6 @@ from torch import fx
 from dit_pipelining.capture.code import compile_nodes
 from dit_pipelining.capture.graph import BlockGraph, ancestors
 from dit_pipelining.capture.kept import KeptFunction
-from dit_pipelining.lowering.boundary import changes_each_step
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +67,7 @@ def _stable_nodes(graph: BlockGraph, computed: Sequence[fx.Node], unkept: set[fx
     stable: set[fx.Node] = set()
     for node in computed:
         is_object = node.op == "placeholder" and "shape" not in node.meta  # may change inside
-        if node in unkept or is_object or changes_each_step(graph, node):
+        if node in unkept or is_object or graph.changes_each_step(node):
             continue
         if all(source in stable for source in node.all_input_nodes):
             stable.add(node)

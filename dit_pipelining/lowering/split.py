@@ -1,5 +1,6 @@
 """SplitModel: a model cut into stages, run in one process or handed to torch's pipeline schedules."""
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from dit_pipelining.costs.model_costs import weight_sizes
 from dit_pipelining.errors import ConfigError, InputError
 from dit_pipelining.lowering.boundary import BoundaryValue, StagePlan, plan_stages
 from dit_pipelining.lowering.stage import StageModule, build_program
+from dit_pipelining.torch_internals import chunked, tree_map
 from partitioners import Partition
 
 
@@ -46,6 +48,7 @@ class SplitModel:
         self.partition = partition
         self.graph = graph
         self._captures = captures
+        self._running = threading.RLock()
         self._parameter_counts = {name: elements for name, (elements, _) in weight_sizes(model).items()}
         plans = plan_stages(graph, partition, self._parameter_counts)
         if prepare is not None:
@@ -65,9 +68,8 @@ class SplitModel:
         """The graph for these inputs, captured and lowered to all stages if it is new.
 
         Raises:
-            InputError: the forward does not take such inputs.
+            InputError: the forward does not take such inputs, or uses weights with them that the stages do not hold.
             CaptureError: the forward cannot be recorded with these inputs.
-            InputError: with these inputs the forward uses weights that the stages do not hold.
         """
         kwargs = bind(self.model.forward, (), kwargs)
         inputs = flatten_inputs(kwargs)
@@ -77,7 +79,7 @@ class SplitModel:
             held = [stage.held_weights for stage in self.stages]
             plans = plan_stages(graph, partition, self._parameter_counts, held)
             _check_held(plans, held)
-            for stage in self.stages:
+            for stage in reversed(self.stages):  # the first stage last: it says whether all have theirs
                 stage.add_program(build_program(graph, plans, stage.stage_index))
         return graph, inputs
 
@@ -98,12 +100,30 @@ class SplitModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run all stages in this process; takes and returns what the model's forward does."""
-        graph, inputs = self.resolve(bind(self.model.forward, args, kwargs))
-        leaves = inputs.leaves
-        tensors: Sequence[torch.Tensor] = ()
-        for stage in self.stages:
-            tensors = stage.run(graph, tensors, leaves)
-        return graph.rebuild_output(tensors, inputs)
+        with self._running:  # a capture exchanges the model's weights; no other thread may run it meanwhile
+            graph, inputs = self.resolve(bind(self.model.forward, args, kwargs))
+            leaves = inputs.leaves
+            tensors: Sequence[torch.Tensor] = ()
+            for stage in self.stages:
+                tensors = stage.run(graph, tensors, leaves)
+            return graph.rebuild_output(tensors, inputs)
+
+    def kwargs_chunk_spec(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """How torch's schedules have to cut a batched call's inputs: `ScheduleGPipe(..., kwargs_chunk_spec=...)`.
+
+        Tensors whose first dimension is the batch, that of the latents, are cut along it; all others (FLUX's position
+        ids) go to every microbatch whole.
+        """
+        size = inputs[self.graph.main_input].shape[0]
+
+        def spec(value: Any) -> Any:
+            return (
+                chunked(value.ndim > 0 and value.shape[0] == size)
+                if isinstance(value, torch.Tensor)
+                else chunked(False)
+            )
+
+        return {name: tree_map(spec, value) for name, value in inputs.items()}
 
     def pipeline_stage(
         self, stage_index: int, device: torch.device | str, group: ProcessGroup | None = None

@@ -73,8 +73,9 @@ Resolve = Callable[[Mapping[str, Any]], tuple[BlockGraph, CallInputs]]
 class StageModule(nn.Module):
     """The blocks of one stage and the glue parameters it uses, under the model's own names.
 
-    The modules are those of the model it was made from, so that adapters, hooks, compiled blocks and attention backends
-    of theirs keep working. Programs of further signatures are added with `add_program` and share the weights.
+    The modules are those of the model it was made from, and the stage looks them up in the model when it runs, so that
+    adapters, hooks, compiled blocks, attention backends and exchanged weights act as they do there. Programs of further
+    signatures are added with `add_program` and share the weights.
 
     Args:
         model: the model the graph was captured from, with weights or without.
@@ -93,9 +94,26 @@ class StageModule(nn.Module):
         self.num_stages = num_stages
         self.held_weights = weights
         self.programs: dict[int, StageProgram] = {}
+        self.__dict__["_model"] = model  # not as a submodule: the stage holds its own part only
         for name in sorted(weights, key=lambda name: (name.count("."), name)):
             _hold(self, model, name)
-        self.train(model.training)
+        self.training = model.training
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "StageModule":
+        """Moves and casts act on the parameters in place, but make new buffers: give those to the model too."""
+        super()._apply(fn, recurse)
+        for name in self.held_weights:
+            path, _, key = name.rpartition(".")
+            owner = self.model.get_submodule(path)
+            if key in owner._buffers:
+                owner._buffers[key] = self.get_submodule(path)._buffers[key]
+        return self
+
+    @property
+    def model(self) -> nn.Module:
+        """The model whose stage this is."""
+        found: nn.Module = self.__dict__["_model"]
+        return found
 
     def add_program(self, program: StageProgram) -> None:
         self.programs[id(program.graph)] = program
@@ -115,6 +133,10 @@ class StageModule(nn.Module):
         """
         graph, inputs = self.resolve(kwargs)
         return self.run(graph, received, inputs.leaves)
+
+    def received(self, graph: BlockGraph) -> tuple[BoundaryValue, ...]:
+        """What the stage before sends for this graph."""
+        return self.programs[id(graph)].received
 
     def wire_metadata(self, graph: BlockGraph) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """Tensors on the meta device like those the stage receives and returns for this graph."""
@@ -142,12 +164,12 @@ class StageModule(nn.Module):
         """
         program = self.programs[id(graph)]
         if graph.lora_scale == 1.0:
-            return program.run(self, received, leaves)
+            return program.run(self.model, received, leaves)
         from diffusers.utils.peft_utils import scale_lora_layers, unscale_lora_layers
 
         scale_lora_layers(self, graph.lora_scale)
         try:
-            return program.run(self, received, leaves)
+            return program.run(self.model, received, leaves)
         finally:
             unscale_lora_layers(self, graph.lora_scale)
 
@@ -175,7 +197,7 @@ def _hold(stage: nn.Module, model: nn.Module, name: str) -> None:
         parent.add_module(key, value)
     elif key in owner._buffers:
         parent.register_buffer(key, value, persistent=key not in owner._non_persistent_buffers_set)
-    else:
+    elif key in owner._parameters:
         parent.register_parameter(key, value)
 
 

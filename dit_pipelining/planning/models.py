@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dit_pipelining.errors import ConfigError, InputError, ModelNotFoundError, NotATransformerError
+from dit_pipelining.errors import ConfigError, InputError, ModelNotFoundError
 from dit_pipelining.planning.presets import Preset, near_matches, preset, presets_of
 from dit_pipelining.planning.recipes import FAMILIES, Size, describe_inputs
 from dit_pipelining.planning.weightless import class_defaults, transformer_class
+from dit_pipelining.weights.pipelines import transformer_classes
 
 
 @dataclass(frozen=True)
@@ -145,15 +146,7 @@ def _default_size(known: Preset) -> Size:
 
 def _pipeline(name: str, folder: Path) -> ModelSpec:
     index = _read_json(folder / "model_index.json")
-    classes = {
-        key: value[1] for key, value in index.items() if isinstance(value, list) and len(value) == 2 and value[1]
-    }
-    names = [key for key in classes if key.startswith("transformer")]
-    if not names:
-        raise NotATransformerError(
-            f"the pipeline {index.get('_class_name')} in {name} has no transformer; it has "
-            f"{', '.join(f'{key} ({cls})' for key, cls in classes.items()) or 'no components'}."
-        )
+    names = transformer_classes(index)
     found = [_transformer(folder / key / "config.json", key) for key in names]
     vae_config = folder / "vae" / "config.json"
     vae = _vae_factors(_read_json(vae_config)) if vae_config.is_file() else {}

@@ -1,6 +1,7 @@
 """Make a transformer run on all ranks while it stays the same object for the pipeline that calls it."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,9 +11,12 @@ from dit_pipelining.capture.signature import bind
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.runtime.executor import TransformerExecutor
+from dit_pipelining.runtime.pending import resolved
+from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.torch_internals import parse_to
 
 EXECUTOR = "_dit_pipelining_executor"
+ROLLING = "_dit_pipelining_rolling"
 
 
 def attach(model: nn.Module, executor: TransformerExecutor) -> None:
@@ -21,9 +25,55 @@ def attach(model: nn.Module, executor: TransformerExecutor) -> None:
     The model gets a subclass of its own class with the same name, whose forward calls the executor, whose `device` is
     this rank's even where other ranks hold the weights, and which refuses to be moved.
     """
+    if EXECUTOR in model.__dict__:
+        raise ConfigError(
+            f"this {type(model).__name__} is split over ranks already; load the pipeline again to change it."
+        )
     model.__dict__[EXECUTOR] = executor
     cls: Any = type(model)
     model.__class__ = _parallel_class(cls)
+
+
+def attach_pipeline(pipeline: Any, rolling: Rolling) -> None:
+    """Make results leave the pipeline as ordinary tensors, and let `generate` find its runtime."""
+    pipeline.__dict__[ROLLING] = rolling
+    cls: Any = type(pipeline)
+    pipeline.__class__ = _resolving_class(cls)
+
+
+def rolling_of(pipeline: Any) -> Rolling | None:
+    """The runtime of an attached pipeline; None for a plain one."""
+    found: Rolling | None = getattr(pipeline, "__dict__", {}).get(ROLLING)
+    return found
+
+
+def resolve_inputs(component: nn.Module) -> None:
+    """Let a component that is not split wait for its inputs before it starts.
+
+    A VAE keeps caches while it decodes; no other request may get a turn in the middle.
+    """
+    component.register_forward_pre_hook(lambda _, args, kwargs: (resolved(args), resolved(kwargs)), with_kwargs=True)
+    for name in ("encode", "decode"):
+        method = getattr(component, name, None)
+        if callable(method):
+            setattr(component, name, _resolving(method))
+
+
+def _resolving(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(*resolved(args), **resolved(kwargs))
+
+    return call
+
+
+@functools.cache
+def _resolving_class(cls: Any) -> Any:
+    @functools.wraps(cls.__call__)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return resolved(cls.__call__(self, *args, **kwargs))
+
+    return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
 
 
 def split_of(component: Any) -> SplitModel | None:
@@ -50,8 +100,20 @@ def _parallel_class(cls: Any) -> Any:
             return self
         raise ConfigError(
             f"{cls.__name__} is split over ranks and stays on {own} of each; it cannot be moved to "
-            f"{target or dtype}. Give `device=` and `torch_dtype=` to load_pipeline instead."
+            f"{target or dtype}. Give `torch_dtype=` to load_pipeline instead."
         )
 
-    members = {"forward": forward, "device": property(device), "to": to, "__module__": cls.__module__}
+    def apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        raise ConfigError(
+            f"{cls.__name__} is split over ranks: it cannot be cast or moved as a whole (half(), float(), cuda(), ...). Give "
+            "`torch_dtype=` to load_pipeline instead."
+        )
+
+    members = {
+        "forward": forward,
+        "device": property(device),
+        "to": to,
+        "_apply": apply,
+        "__module__": cls.__module__,
+    }
     return type(cls.__name__, (cls,), members)

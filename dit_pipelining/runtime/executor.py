@@ -4,21 +4,21 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-import torch
 from torch import nn
 
 from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.capture.graph import BlockGraph, CaptureCache
-from dit_pipelining.capture.signature import CallInputs
+from dit_pipelining.capture.signature import CallInputs, bind
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.costs.model_costs import model_costs
 from dit_pipelining.lowering.boundary import StagePlan
 from dit_pipelining.lowering.split import SplitModel
-from dit_pipelining.runtime.microbatches import cut, merge
+from dit_pipelining.lowering.stage import StageModule
+from dit_pipelining.runtime.microbatches import Cutter, merge
+from dit_pipelining.runtime.pending import resolved
+from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.runtime.schedules import GPipe
-from partitioners import RankSpec, TooManyStagesError, WrongNumberOfCountsError, parse_counts, resolve_partition
-from partitioners.errors import ARGUMENT
-from partitioners.explicit import ENVIRONMENT
+from partitioners import RankSpec, resolve_partition
 
 FillStage = Callable[[StagePlan], None]
 """Gives the model the weights of one stage, and takes away all others."""
@@ -33,10 +33,8 @@ class TransformerExecutor:
     Args:
         name: of the component in its pipeline, for messages and for `ParallelConfig.partition`.
         model: the transformer.
-        forward: its own bound forward.
-        config: degrees and partitioner.
-        rank: of this process in the pipeline: its stage.
-        device: where the stage runs.
+        config: degrees, partitioner and schedule.
+        rolling: the pipeline's runtime.
         fill_stage: called once with this rank's stage plan.
 
     Raises:
@@ -44,68 +42,73 @@ class TransformerExecutor:
     """
 
     def __init__(
-        self,
-        name: str,
-        model: nn.Module,
-        forward: Callable[..., Any],
-        config: ParallelConfig,
-        rank: int,
-        device: torch.device,
-        fill_stage: FillStage,
+        self, name: str, model: nn.Module, config: ParallelConfig, rolling: Rolling, fill_stage: FillStage
     ) -> None:
         self.name = name
         self.model = model
         self.config = config
-        self.rank = rank
-        self.device = device
+        self.rolling = rolling
+        self.device = rolling.device
         self.split: SplitModel | None = None
         self.counts = check_counts(config, name, model)
-        self._captures = CaptureCache(model, config.blocks, forward, count_flops=True)
+        self._captures = CaptureCache(
+            model, config.blocks, model.forward, count_flops=True, before_capture=rolling.worker.drain
+        )
         self._fill_stage = fill_stage
         self._gpipe: GPipe | None = None
 
     def __call__(self, kwargs: Mapping[str, Any]) -> Any:
         """Run one call of the forward; returns on every rank what the unsplit transformer returns."""
+        kwargs = resolved(dict(kwargs))
         split = self.split or self._split(kwargs)
-        parts = cut(kwargs, split.graph.main_input, self.config.microbatches)
+        parts = [part for own in self._over_replicas.cut(kwargs) for part in self._along_stages.cut(own)]
         calls = [split.resolve(part) for part in parts]
-        outputs: list[Any] = []
-        for _, group in groupby(calls, key=lambda call: id(call[0])):
-            outputs += self._run(list(group))
-        return merge(outputs)
+        return merge(self._run_gpipe(calls) if self._gpipe is not None else [self._submit(*call) for call in calls])
 
-    def _run(self, calls: Sequence[tuple[BlockGraph, CallInputs]]) -> list[Any]:
-        assert self._gpipe is not None  # made with the split
-        graph = calls[0][0]
-        tensors = self._gpipe.run(graph, [inputs.leaves for _, inputs in calls])
-        return [graph.rebuild_output(own, inputs) for own, (_, inputs) in zip(tensors, calls, strict=True)]
+    def _submit(self, graph: BlockGraph, inputs: CallInputs) -> Any:
+        stage = self._stage()
+        tensors, arrival = self.rolling.submit(stage, graph, inputs)
+        if inputs.objects or graph.output_objects:
+            arrival.wait()  # a cache among the inputs or the outputs must be filled when the call returns
+            self.rolling.worker.drain()
+        return graph.rebuild_output(tensors, inputs)
+
+    def _run_gpipe(self, calls: Sequence[tuple[BlockGraph, CallInputs]]) -> list[Any]:
+        assert self._gpipe is not None
+        outputs = []
+        for _, same_graph in groupby(calls, key=lambda call: id(call[0])):
+            group = list(same_graph)
+            graph = group[0][0]
+            tensors = self._gpipe.run(graph, [inputs.leaves for _, inputs in group])
+            outputs += [graph.rebuild_output(own, inputs) for own, (_, inputs) in zip(tensors, group, strict=True)]
+        return outputs
+
+    def _stage(self) -> StageModule:
+        assert self.split is not None
+        return self.split.stages[self.rolling.mesh.stage]
 
     def _split(self, kwargs: Mapping[str, Any]) -> SplitModel:
+        kwargs = bind(self.model.forward, (), kwargs)
         graph = self._captures.get(kwargs)
         ranks = [RankSpec()] * self.config.pipeline_parallel_size
         costs = model_costs(graph, self.model)
-        partition = resolve_partition(self.config.partitioner, costs, ranks, counts=self.counts, environment={})
+        partition = resolve_partition(self.config.partitioner, costs, ranks, counts=self.counts)
+        stage = self.rolling.mesh.stage
+        self._over_replicas = Cutter(graph.main_input, self.config.cfg_parallel_size)
+        self._along_stages = Cutter(graph.main_input, self.config.microbatches)
         self.split = SplitModel(
-            self.model, self._captures, graph, partition, lambda plans: self._fill_stage(plans[self.rank])
+            self.model, self._captures, graph, partition, lambda plans: self._fill_stage(plans[stage])
         )
-        self._gpipe = GPipe(self.split.stages[self.rank], self.device)
+        if self.config.schedule == "gpipe":
+            self._gpipe = GPipe(self._stage(), self.device)
         return self.split
 
 
-def check_counts(config: ParallelConfig, name: str, model: nn.Module) -> Sequence[int] | None:
-    """Check what can be said about a partition before the shapes are known; returns explicit counts.
+def check_counts(config: ParallelConfig, name: str, model: nn.Module) -> str | Sequence[int] | None:
+    """Check what can be said about a partition before the shapes are known; returns the configuration's own counts.
 
     Raises:
         BlocksNotFoundError, PartitionError: the transformer cannot be cut as asked.
     """
-    stages = config.pipeline_parallel_size
-    blocks = len(find_blocks(model, config.blocks))
-    counts = config.counts_for(name)
-    if isinstance(counts, str):
-        counts = parse_counts(counts)
-    if counts is None and stages > blocks:
-        raise TooManyStagesError(stages, blocks)
-    if counts is not None and len(counts) != stages:
-        source = ENVIRONMENT if config.partition is None else ARGUMENT
-        raise WrongNumberOfCountsError(tuple(counts), source, stages)
-    return counts
+    config.check_counts(name, len(find_blocks(model, config.blocks)))
+    return config.counts_for(name)

@@ -1,17 +1,20 @@
 """Spread a pipeline's transformers over the ranks of this launch."""
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from dit_pipelining.comm.mesh import Mesh
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.errors import SplitError
 from dit_pipelining.lowering.boundary import StagePlan
-from dit_pipelining.runtime.attach import attach
+from dit_pipelining.runtime.attach import attach, attach_pipeline, resolve_inputs
 from dit_pipelining.runtime.executor import FillStage, TransformerExecutor
+from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.weights.load import load_weights, release_weights
 from dit_pipelining.weights.pipelines import EmptyTransformer
 
@@ -32,16 +35,18 @@ def spread(
         config: degrees and partitioner.
         device: of this rank.
     """
-    rank = dist.get_rank()
+    mesh = Mesh(dist.get_rank(), config.pipeline_parallel_size, config.cfg_parallel_size)
+    rolling = Rolling(mesh, device, timedelta(seconds=config.timeout_seconds))
     for name, model in transformers.items():
         if getattr(pipeline, name) is not model:
             raise SplitError(f"{type(pipeline).__name__} did not take over its component {name!r}; it cannot be split.")
-        executor = TransformerExecutor(name, model, model.forward, config, rank, device, fill[name])
-        attach(model, executor)
+        attach(model, TransformerExecutor(name, model, config, rolling, fill[name]))
     for name, component in pipeline.components.items():
         if isinstance(component, nn.Module) and name not in transformers:
             component.to(device)
-    pipeline.set_progress_bar_config(disable=rank != 0)
+            resolve_inputs(component)
+    pipeline.set_progress_bar_config(disable=mesh.rank != 0)
+    attach_pipeline(pipeline, rolling)
     share_seed()
 
 

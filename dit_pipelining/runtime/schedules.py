@@ -11,6 +11,9 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.lowering.stage import StageModule
 
+KEPT_SCHEDULES = 4
+"""Schedules with receive buffers of their own that are kept; a pipeline that changes its size again makes new ones."""
+
 
 class GPipe:
     """Runs the microbatches of one call over the ranks of a pipeline, this rank being one stage.
@@ -43,12 +46,17 @@ class GPipe:
         """
         microbatches, schedule = self._schedule(graph, len(inputs))
         microbatches.start(inputs)
-        schedule.eval(microbatch=torch.arange(len(inputs)))
-        return [self._share(graph, microbatches.outputs.get(i)) for i in range(len(inputs))]
+        try:
+            schedule.eval(microbatch=torch.arange(len(inputs)))
+            return [self._share(graph, microbatches.outputs.get(i)) for i in range(len(inputs))]
+        finally:
+            microbatches.start(())  # nothing of a call outlives it
 
     def _schedule(self, graph: BlockGraph, count: int) -> "tuple[_Microbatches, ScheduleGPipe]":
         key = (id(graph), count)
         if key not in self._schedules:
+            while len(self._schedules) >= KEPT_SCHEDULES:
+                del self._schedules[next(iter(self._schedules))]
             microbatches = _Microbatches(self.stage, graph)
             received, sent = self.stage.wire_metadata(graph)
             torch_stage = PipelineStage(

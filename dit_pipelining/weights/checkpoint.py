@@ -3,7 +3,9 @@
 import json
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +37,35 @@ class Checkpoint:
             model._fix_state_dict_keys_on_load(names)  # type: ignore[operator]
         return dict(names)
 
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor, by its name in the file: from the headers, each file opened once.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or lacks a tensor that the index says it holds.
+        """
+        found: dict[str, tuple[int, ...]] = {}
+        for path, names in self._by_file(self.files).items():
+            with _opened(path) as file:
+                found.update({name: tuple(file.get_slice(name).get_shape()) for name in names})
+        return found
+
     def read(self, names: Iterable[str], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """Read tensors one after the other, straight to `device`, each file opened once.
 
         Raises:
             CheckpointError: a file is missing or damaged.
         """
+        for path, wanted in self._by_file(names).items():
+            with _opened(path, device) as file:
+                for name in wanted:
+                    yield name, file.get_tensor(name)
+
+    def _by_file(self, names: Iterable[str]) -> dict[Path, list[str]]:
         by_file: dict[Path, list[str]] = {}
         for name in names:
             by_file.setdefault(self.files[name], []).append(name)
-        for path, wanted in by_file.items():
-            try:
-                with safe_open(path, framework="pt", device=str(device)) as file:
-                    for name in wanted:
-                        yield name, file.get_tensor(name)
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"cannot read {path}: {error}. Download or copy the checkpoint again.") from error
+        return by_file
 
 
 def open_checkpoint(folder: str | Path, variant: str | None = None) -> Checkpoint:
@@ -86,7 +101,7 @@ def open_checkpoint(folder: str | Path, variant: str | None = None) -> Checkpoin
 def _files_of_index(folder: Path, index: Path) -> dict[str, Path]:
     try:
         weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{index} is no index of a sharded checkpoint ({error!r}). Copy it again.") from error
     missing = sorted({name for name in weight_map.values() if not (folder / name).is_file()})
     if missing:
@@ -95,8 +110,14 @@ def _files_of_index(folder: Path, index: Path) -> dict[str, Path]:
 
 
 def _files_of_single(path: Path) -> dict[str, Path]:
+    with _opened(path) as file:
+        return dict.fromkeys(file.keys(), path)
+
+
+@contextmanager
+def _opened(path: Path, device: torch.device | str = "cpu") -> Iterator[Any]:
     try:
-        with safe_open(path, framework="pt") as file:
-            return dict.fromkeys(file.keys(), path)
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            yield file
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path}: {error}. Download or copy the checkpoint again.") from error

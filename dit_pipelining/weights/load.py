@@ -10,6 +10,9 @@ from dit_pipelining.errors import CheckpointError
 from dit_pipelining.weights.checkpoint import Checkpoint
 from dit_pipelining.weights.empty import loaded_dtype
 
+MOST_NAMED = 20
+"""How many tensors of a kind an error names; it counts them all."""
+
 
 def load_weights(
     model: nn.Module,
@@ -30,9 +33,9 @@ def load_weights(
         torch_dtype: as given to `empty_model`.
 
     Raises:
-        CheckpointError: tensors are missing, unexpected, or of another shape; names them all.
+        CheckpointError: tensors are missing, unexpected, or of another shape; names them.
     """
-    check_names(model, checkpoint)
+    check_tensors(model, checkpoint)
     stored = checkpoint.names_for(model)
     wanted = {stored[name]: name for name in tensor_names(model, weights)}
     for stored_name, tensor in checkpoint.read(wanted, device):
@@ -49,21 +52,32 @@ def release_weights(model: nn.Module, kept: Iterable[str]) -> None:
             owner._parameters[key] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
 
-def check_names(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Compare the checkpoint's tensors with the model's, whichever stage needs them.
+def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Compare names and shapes of the checkpoint's tensors with the model's, whichever stage needs them.
+
+    Only headers are read. Dtypes may differ: tensors are cast as they are loaded.
 
     Raises:
-        CheckpointError: lists what is missing and what is unexpected.
+        CheckpointError: lists what is missing, what is unexpected and what has another shape.
     """
-    expected = set(model.state_dict())
-    present = set(checkpoint.names_for(model))
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    present = {name: checkpoint.shapes[stored] for name, stored in checkpoint.names_for(model).items()}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    unexpected = sorted(n for n in present - expected if not any(re.search(pattern, n) for pattern in ignored))
-    missing = sorted(expected - present)
-    if missing or unexpected:
-        told = [
-            f"{kind} {_some(names)}" for kind, names in (("lacks", missing), ("has unexpected", unexpected)) if names
-        ]
+    wrong = {
+        "lacks": sorted(expected.keys() - present.keys()),
+        "has unexpected": sorted(
+            name
+            for name in present.keys() - expected.keys()
+            if not any(re.search(pattern, name) for pattern in ignored)
+        ),
+        "has other shapes for": [
+            f"{name} ({_shape(present[name])} instead of {_shape(shape)})"
+            for name, shape in sorted(expected.items())
+            if present.get(name, shape) != shape
+        ],
+    }
+    told = [f"{kind} {_some(names)}" for kind, names in wrong.items() if names]
+    if told:
         raise CheckpointError(
             f"the checkpoint in {checkpoint.folder} does not fit {type(model).__name__}: it {' and '.join(told)}. "
             "Check that config.json and the weights belong together."
@@ -81,11 +95,6 @@ def tensor_names(model: nn.Module, weights: Iterable[str]) -> list[str]:
 def _assign(model: nn.Module, name: str, tensor: torch.Tensor, torch_dtype: torch.dtype | None) -> None:
     owner, key = _owner(model, name)
     old: torch.Tensor = getattr(owner, key)
-    if old.shape != tensor.shape:
-        raise CheckpointError(
-            f"{name!r} has shape {tuple(tensor.shape)} in the checkpoint and {tuple(old.shape)} in {type(model).__name__}. "
-            "Check that config.json and the weights belong together."
-        )
     dtype = loaded_dtype(model, name, old.dtype, torch_dtype)
     # [Note: mapped files] On the CPU the tensor is a view of the mapped file, and stays one, as in diffusers: its pages
     # are shared with other processes, and its alignment is that of the single process. A copy would be aligned better,
@@ -116,5 +125,9 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:5])
-    return f"{len(names)} tensors: {shown}{', ...' if len(names) > 5 else ''}"
+    shown = ", ".join(names[:MOST_NAMED])
+    return f"{len(names)} tensors: {shown}{', ...' if len(names) > MOST_NAMED else ''}"
+
+
+def _shape(sizes: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, sizes))}]"

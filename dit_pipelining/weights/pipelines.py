@@ -1,9 +1,8 @@
 """Load a diffusers pipeline with transformers that have no weights yet."""
 
-import importlib
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +10,35 @@ from typing import Any
 
 import diffusers
 import torch
+import transformers
 from torch import nn
 
-from dit_pipelining.errors import ModelNotFoundError, NotATransformerError
+from dit_pipelining.errors import CheckpointError, ConfigError, ModelNotFoundError, NotATransformerError
 from dit_pipelining.weights.checkpoint import Checkpoint, open_checkpoint
 from dit_pipelining.weights.empty import empty_model
 
-TRANSFORMERS = "diffusers.models.transformers"
+TRANSFORMERS = "diffusers.models.transformers."
 """Where diffusers keeps the classes of diffusion transformers."""
+
+NOT_TRANSFORMERS = ("diffusers.models.autoencoders.", "diffusers.models.unets.")
+"""Where it keeps models that have lists of blocks and yet are no transformers."""
+
+CONTRADICTING = {
+    "device_map": "each rank has its own device, and the transformer's stage lies on it",
+    "max_memory": "only what `device_map` places is limited",
+    "offload_folder": "nothing is offloaded while loading",
+    "offload_state_dict": "nothing is offloaded while loading",
+    "low_cpu_mem_usage": "a rank never holds more than its stage",
+    "use_safetensors": "a stage is read from safetensors files, and from no others",
+    "use_flashpack": "a stage is read from safetensors files, and from no others",
+    "disable_mmap": "a stage is read from mapped files",
+    "quantization_config": "a stage's weights are loaded as they are stored, so they cannot be quantised",
+    "dtype": "pass it as `torch_dtype`",
+}
+"""Arguments of `from_pretrained` that a split pipeline cannot follow, and why."""
+
+HARMLESS = (("low_cpu_mem_usage", True), ("use_safetensors", True), ("use_flashpack", False), ("disable_mmap", False))
+"""Values of them that ask for what happens anyway."""
 
 DtypeChoice = torch.dtype | Mapping[str, torch.dtype] | None
 """One dtype for all components, or by component name with an optional "default", as diffusers takes it."""
@@ -55,8 +75,95 @@ def pipeline_folder(source: str | Path, *, variant: str | None = None, revision:
         ) from error
 
 
-def empty_transformers(folder: Path, dtype: DtypeChoice, variant: str | None = None) -> dict[str, EmptyTransformer]:
+def is_transformer(cls: type) -> bool:
+    """Whether a class is one of diffusers' diffusion transformers, or derived from one."""
+    return any(base.__module__.startswith(TRANSFORMERS) for base in cls.__mro__)
+
+
+def refuse_other_models(model: Any) -> None:
+    """Refuse what somebody could pass in place of a transformer; a model that is not of diffusers may be one.
+
+    Raises:
+        NotATransformerError: it is a pipeline, or a VAE or UNet of diffusers.
+    """
+    name = model.__name__ if isinstance(model, type) else type(model).__name__
+    if isinstance(getattr(model, "components", None), dict):
+        raise NotATransformerError(
+            f"{name} is a whole pipeline. Pass its transformer, for example `pipe.transformer`, or split the pipeline with "
+            "load_pipeline or parallelize."
+        )
+    if any(base.__module__.startswith(NOT_TRANSFORMERS) for base in type(model).__mro__):
+        raise NotATransformerError(
+            f"{name} is not a diffusion transformer ({type(model).__module__}). Pass the pipeline's transformer, for "
+            "example `pipe.transformer`."
+        )
+
+
+def transformer_classes(index: Mapping[str, Any]) -> dict[str, type]:
+    """The classes of a pipeline's diffusion transformers, by component name: what is split.
+
+    Args:
+        index: content of the pipeline's model_index.json.
+
+    Raises:
+        NotATransformerError: there are none (a UNet pipeline, for example), or a class is not in this diffusers.
+    """
+    entries = {
+        name: entry[1] for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2 and entry[1]
+    }
+    classes: dict[str, type] = {}
+    for name, class_name in entries.items():
+        if index[name][0] == "diffusers":
+            cls = diffusers_class(class_name)
+            if is_transformer(cls):
+                classes[name] = cls
+    if not classes:
+        listed = ", ".join(f"{name} ({class_name})" for name, class_name in entries.items())
+        raise NotATransformerError(
+            f"{index.get('_class_name', 'the pipeline')} has no diffusion transformer to split; its components are "
+            f"{listed or 'none'}. Only transformers are split, not UNets."
+        )
+    return classes
+
+
+def diffusers_class(name: str) -> type:
+    """The class of diffusers that has this name.
+
+    Raises:
+        NotATransformerError: this diffusers has no such class.
+    """
+    found = getattr(diffusers, name, None)
+    if not isinstance(found, type):
+        raise NotATransformerError(
+            f"diffusers {diffusers.__version__} has no class {name!r}; install the release that the model was saved with, "
+            "or a newer one."
+        )
+    return found
+
+
+def refuse_contradicting(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of `from_pretrained` that a split pipeline cannot follow.
+
+    Raises:
+        ConfigError: names the first of them, and why.
+    """
+    for name, reason in CONTRADICTING.items():
+        if arguments.get(name) is not None and (name, arguments[name]) not in HARMLESS:
+            raise ConfigError(
+                f"{name}={arguments[name]!r} cannot be followed by a split pipeline: {reason}. Leave it out."
+            )
+
+
+def empty_transformers(
+    folder: Path, dtype: DtypeChoice, variant: str | None = None, given: Container[str] = ()
+) -> dict[str, EmptyTransformer]:
     """Build every diffusion transformer of a pipeline's folder without weights, by component name.
+
+    Args:
+        folder: of the pipeline.
+        dtype: of the weights, as `from_pretrained` takes it.
+        variant: of the files. As in diffusers it holds for those components that have files of it.
+        given: names of components that are not read from the folder.
 
     Raises:
         NotATransformerError: the pipeline has none (a UNet pipeline, for example).
@@ -64,20 +171,23 @@ def empty_transformers(folder: Path, dtype: DtypeChoice, variant: str | None = N
         ModelNotFoundError: model_index.json cannot be read.
     """
     found: dict[str, EmptyTransformer] = {}
-    index = _read_index(folder / "model_index.json")
-    for name, cls in _component_classes(index).items():
-        if not cls.__module__.startswith(TRANSFORMERS):
+    if variant and not any(_has_variant(path, variant) for path in folder.iterdir() if path.is_dir()):
+        raise CheckpointError(f"{folder} has no files of the variant {variant!r}. Leave `variant` out.")
+    for name, cls in transformer_classes(read_index(folder)).items():
+        if name in given:
             continue
+        own = folder / name
         torch_dtype = dtype.get(name, dtype.get("default")) if isinstance(dtype, Mapping) else dtype
-        checkpoint = open_checkpoint(folder / name, variant)
-        config = cls.load_config(folder / name)  # type: ignore[attr-defined]
-        found[name] = EmptyTransformer(empty_model(cls, config, torch_dtype), checkpoint, torch_dtype)
-    if not found:
-        raise NotATransformerError(
-            f"{index.get('_class_name', folder)} has no diffusion transformer to split; its components are "
-            f"{', '.join(name for name in index if not name.startswith('_'))}. Only transformers are split, not UNets."
-        )
+        checkpoint = open_checkpoint(own, variant if variant and _has_variant(own, variant) else None)
+        config = cls.load_config(own)  # type: ignore[attr-defined]
+        model = empty_model(cls, config, torch_dtype)
+        model.register_to_config(_name_or_path=str(own))  # type: ignore[operator]
+        found[name] = EmptyTransformer(model, checkpoint, torch_dtype)
     return found
+
+
+def _has_variant(folder: Path, variant: str) -> bool:
+    return any(True for _ in folder.glob(f"*.{variant}[.-]*"))
 
 
 @contextmanager
@@ -87,14 +197,30 @@ def without_components(folder: Path, names: Iterable[str]) -> Iterator[Path]:
     `from_pretrained(transformer=...)` is not enough: of components that a pipeline's class lists as optional, as Wan's
     transformers are, diffusers 0.42 loads the checkpoint's own although one was passed.
     """
-    index = _read_index(folder / "model_index.json")
-    index.update({name: [None, None] for name in names})
+    index = read_index(folder)
+    index.update({name: [None, None] for name in names if isinstance(index.get(name), list)})
     with tempfile.TemporaryDirectory() as made:
         for entry in folder.iterdir():
             if entry.name != "model_index.json":
                 (Path(made) / entry.name).symlink_to(entry.resolve())
         (Path(made) / "model_index.json").write_text(json.dumps(index))
         yield Path(made)
+
+
+def name_sources(pipeline: Any, source: str | Path, folder: Path, loaded_from: Path) -> None:
+    """Make a pipeline and its components say that they come from `source`, as plain ones do, not from `loaded_from`."""
+    pipeline.register_to_config(_name_or_path=str(source))
+    for name, component in pipeline.components.items():
+        own, loaded = str(folder / name), str(loaded_from / name)
+        config = getattr(component, "config", None)
+        if hasattr(component, "register_to_config"):
+            if dict(component.config).get("_name_or_path") == loaded:
+                component.register_to_config(_name_or_path=own)
+            continue
+        for part in (config, component):
+            for attribute in ("_name_or_path", "name_or_path"):
+                if getattr(part, attribute, None) == loaded:
+                    setattr(part, attribute, own)
 
 
 def transformers_of(pipeline: Any) -> dict[str, nn.Module]:
@@ -109,9 +235,7 @@ def transformers_of(pipeline: Any) -> dict[str, nn.Module]:
         raise NotATransformerError(
             f"expected a diffusers pipeline, got {kind}. To split a model alone use split_model."
         )
-    found = {
-        n: c for n, c in components.items() if isinstance(c, nn.Module) and type(c).__module__.startswith(TRANSFORMERS)
-    }
+    found = {name: component for name, component in components.items() if is_transformer(type(component))}
     if not found:
         raise NotATransformerError(
             f"{type(pipeline).__name__} has no diffusion transformer to split; its components are "
@@ -120,7 +244,13 @@ def transformers_of(pipeline: Any) -> dict[str, nn.Module]:
     return found
 
 
-def _read_index(path: Path) -> dict[str, Any]:
+def read_index(folder: Path) -> dict[str, Any]:
+    """The content of a pipeline's model_index.json.
+
+    Raises:
+        ModelNotFoundError: it cannot be read.
+    """
+    path = folder / "model_index.json"
     try:
         index: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
@@ -128,12 +258,7 @@ def _read_index(path: Path) -> dict[str, Any]:
     return index
 
 
-def _component_classes(index: Mapping[str, Any]) -> dict[str, type]:
-    """Classes of the components that diffusers itself provides."""
-    classes: dict[str, type] = {}
-    for name, entry in index.items():
-        if isinstance(entry, list) and len(entry) == 2 and entry[0] == "diffusers" and entry[1]:
-            cls = getattr(importlib.import_module("diffusers"), entry[1], None)
-            if isinstance(cls, type):
-                classes[name] = cls
-    return classes
+def silence_loading_bars() -> None:
+    """Leave the progress bars of loading to the first rank."""
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()

@@ -1,15 +1,18 @@
 """Forwards that look at values: which graphs serve which inputs, and what may not be asked."""
 
 import runpy
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from dit_pipelining.api import split_model
 from dit_pipelining.capture.graph import CaptureCache, capture
+from dit_pipelining.capture.values import summary
 from dit_pipelining.errors import CaptureError
 from tests.capture.toy import DIM, Block, Toy, assert_splits_exactly, hidden, randn
 from tests.same import assert_same
@@ -116,6 +119,72 @@ def test_a_mask_made_in_inference_mode_is_asked_at_every_call() -> None:
         split = split_model(model, 2, inputs, partitioner="uniform")
         inputs["mask"][:, 3:5] = True
         assert_same(split(**inputs), model(**inputs))
+
+
+class CountsThroughNumpy(Toy):
+    """Positions by way of an array, as a text mask's are in some models."""
+
+    convert = staticmethod(torch.Tensor.numpy)
+
+    def forward(self, hidden_states: torch.Tensor, text: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        kept = self.convert(mask)
+        return self.run_blocks(hidden_states, self.text(text).mean() * float((kept * np.arange(kept.size)).sum()))
+
+
+class CountsThroughAsarray(CountsThroughNumpy):
+    convert = staticmethod(np.asarray)
+
+
+@pytest.mark.parametrize("cls", [CountsThroughNumpy, CountsThroughAsarray])
+def test_an_array_is_an_answer_by_its_content(cls: type[Toy]) -> None:
+    assert_splits_exactly(cls(3), lambda: with_mask(3))
+    _, graph_of = captures_of(cls(2))
+    three, four = graph_of(3), graph_of(4)
+    assert three is not four
+    assert graph_of(3) is three
+    assert graph_of(4) is four
+
+
+class LooksAtAFloat(Toy):
+    """Lists of floating-point values, with NaN among them."""
+
+    def forward(self, hidden_states: torch.Tensor, text: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        rows = (mask.float() / mask.float()).tolist()  # 0 / 0
+        largest = max(value for row in rows for value in row if value == value)
+        return self.run_blocks(hidden_states, self.text(text).mean() * largest + mask.float().mean().log().item())
+
+
+def test_nan_and_infinity_are_equal_to_themselves_as_answers() -> None:
+    cache, graph_of = captures_of(LooksAtAFloat(2))
+    assert graph_of(3) is graph_of(3)
+    assert graph_of(2, 4) is graph_of(2, 4)
+    assert graph_of(3) is not graph_of(4)
+    assert sum(len(graphs) for graphs in cache.graphs.values()) == 3
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, True),
+        (1, 1.0),
+        (0.0, -0.0),
+        ([1, 2], (1, 2)),
+        ([[1], [2]], [[1, 2]]),
+        ([1.0, float("nan")], [1.0, 0.0]),
+        (np.zeros(2), np.zeros((1, 2))),
+        (np.zeros(2), np.zeros(2, np.float32)),
+        (np.zeros(2), np.array([0.0, 1.0])),
+        (np.array([1, None]), np.array([2, None])),
+        (np.float32(1), np.float32(2)),
+        (dict(a=1), dict(a=2)),
+        (torch.zeros(2), torch.zeros(3)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int)),
+    ],
+)
+def test_different_answers_differ_and_equal_ones_do_not(one: Any, other: Any) -> None:
+    assert summary(one) != summary(other)
+    assert summary(one) == summary(deepcopy(one))
+    assert summary([one, (other,)]) == summary(deepcopy([one, (other,)]))
 
 
 class LooksAtTheTimestep(Toy):

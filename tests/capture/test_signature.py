@@ -130,7 +130,11 @@ def test_positional_arguments_get_their_names() -> None:
 
 
 def test_further_keywords_stay_keywords() -> None:
-    assert bind(Model().forward, (1,), dict(scale=3)) == dict(hidden_states=1, scale=3)
+    assert bind(Model().forward, (1,), dict(scale=3)) == dict(hidden_states=1, timestep=None, scale=3)
+
+
+def test_a_default_left_out_and_the_same_value_given_are_the_same_call() -> None:
+    assert bind(Model().forward, (1,), {}) == bind(Model().forward, (1,), dict(timestep=None))
 
 
 def test_a_missing_argument_is_an_error_that_names_it() -> None:
@@ -144,5 +148,5 @@ def test_an_argument_given_twice_is_an_error() -> None:
 
 
 def test_arguments_that_have_no_name_are_an_error() -> None:
-    with pytest.raises(InputError, match=r"pass the inputs by name"):
+    with pytest.raises(InputError, match=r"pass the inputs by name: more=\(2,\) came"):
         bind(Positional().forward, (1, 2), {})

@@ -289,6 +289,9 @@ def test_blocks_that_are_never_called_are_an_error_that_says_to_name_others() ->
 
 
 class BuffersAndAttributes(Toy):
+    table: torch.Tensor
+    unsaved: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__(3)
         self.scale = nn.Parameter(randn(DIM, seed=2))

@@ -41,6 +41,8 @@ def to_meta(model: nn.Module) -> nn.Module:
 class Autocasts(Toy):
     """What breaks when inputs are on the meta device: autocast, plain tensors, a table with values."""
 
+    length: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__(3)
         self.plain = randn(4, DIM, seed=5)

@@ -329,6 +329,8 @@ def test_a_caller_may_write_into_a_returned_step_invariant_value() -> None:
 
 
 class WritesIntoABuffer(Toy):
+    steps: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__(2)
         self.register_buffer("steps", torch.zeros(1))

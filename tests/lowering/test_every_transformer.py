@@ -5,8 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dit_pipelining.api import split_model
-from dit_pipelining.capture.graph import capture
+from dit_pipelining.capture.graph import CaptureCache
+from dit_pipelining.capture.signature import bind
+from dit_pipelining.lowering.split import SplitModel
+from partitioners import Partition
 from tests.same import assert_same
 from tests.zoo import CASES, build_inputs, build_model, case_names
 
@@ -34,10 +36,10 @@ def test_stages_equal_the_unsplit_model(name: str) -> None:
     case = CASES[name]
     model = build_model(case)
     expected = model(**build_inputs(case))
-    blocks = len(capture(model, build_inputs(case)).blocks)
-    for counts in splits(blocks):
-        split = split_model(model, len(counts), build_inputs(case), counts=counts)
-        assert split.partition.counts == counts
-        for _ in range(2):  # the second call uses what the first has kept
-            assert_same(split(**build_inputs(case)), expected)
+    captures = CaptureCache(model)
+    graph = captures.get(bind(model.forward, (), build_inputs(case)))
+    for counts in splits(len(graph.blocks)):
+        split = SplitModel(model, captures, graph, Partition(counts))
+        assert_same(split(**build_inputs(case)), expected)
+    assert_same(split(**build_inputs(case)), expected)  # the second call uses what the first has kept
     assert_same(model(**build_inputs(case)), expected)  # nothing of the capture stays in the model

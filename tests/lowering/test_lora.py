@@ -34,7 +34,7 @@ def adapted(*names: str) -> Any:
 
 
 def scalings(model: nn.Module) -> list[dict[str, float]]:
-    return [dict(module.scaling) for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    return [dict(vars(module)["scaling"]) for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
 
 def test_adapters_are_part_of_the_stages_under_the_models_names() -> None:

@@ -1,6 +1,7 @@
 """The shipped checkpoint loads and generates; training's shortcuts give what the pipeline itself computes."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,9 @@ from tiny_world import HEIGHT, NUM_FRAMES, WIDTH, vocabulary
 from tiny_world_measure import read_background, read_objects
 from train_tiny_wan import main as train
 from transformers import AutoTokenizer
+
+from dit_pipelining.api import ParallelConfig, load_pipeline
+from tests.distributed import RankPool
 
 CHECKPOINT = Path(__file__).parents[2] / "recipes" / "tiny_wan"
 
@@ -41,6 +45,26 @@ def generate(pipe: WanPipeline, prompt: str, num_frames: int, steps: int) -> np.
     ).frames[0]
 
 
+def few_latents(pipe: Any) -> torch.Tensor:
+    latents: torch.Tensor = pipe(
+        "a red circle moves left on a black background",
+        height=HEIGHT,
+        width=WIDTH,
+        num_frames=5,
+        num_inference_steps=2,
+        guidance_scale=6.0,
+        generator=torch.Generator().manual_seed(3),
+        output_type="latent",
+    ).frames
+    return latents
+
+
+def latents_of_a_rank(folder: Path, stages: int) -> torch.Tensor:
+    pipe = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=stages))
+    pipe.set_progress_bar_config(disable=True)
+    return few_latents(pipe)
+
+
 def test_checkpoint_is_small_and_has_enough_blocks_to_split(pipe: WanPipeline) -> None:
     size = sum(path.stat().st_size for path in CHECKPOINT.rglob("*") if path.is_file())
     assert size <= 25_000_000
@@ -60,6 +84,14 @@ def test_few_frames_in_few_steps_are_finite_and_the_same_each_time(pipe: WanPipe
     assert np.isfinite(first).all()
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
+
+
+def test_two_ranks_give_the_latents_of_one_process_bit_for_bit(pipe: WanPipeline, ranks: RankPool) -> None:
+    expected = few_latents(pipe)
+    results = ranks.run(2, latents_of_a_rank, CHECKPOINT, 2)
+    assert len(results) == 2
+    for latents in results:
+        assert torch.equal(latents, expected)
 
 
 def test_video_shows_what_the_prompt_asks_for(pipe: WanPipeline) -> None:

@@ -1,9 +1,11 @@
 """Cutting a call's inputs along the batch."""
 
+import gc
+
 import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
-from dit_pipelining.runtime.microbatches import cut, merge
+from dit_pipelining.runtime.microbatches import Cutter, merge
 
 
 def test_only_what_has_a_batch_is_cut() -> None:
@@ -15,7 +17,7 @@ def test_only_what_has_a_batch_is_cut() -> None:
         "kwargs": {"mask": torch.ones(4, 5), "scale": 0.5},
         "return_dict": False,
     }
-    first, second = cut(call, "hidden_states", 2)
+    first, second = Cutter("hidden_states", 2).cut(call)
     assert torch.equal(second["hidden_states"], call["hidden_states"][2:])
     assert second["timestep"].tolist() == [2, 3]
     assert second["img_ids"] is call["img_ids"]
@@ -30,7 +32,7 @@ def test_lists_with_one_entry_per_sample_are_cut() -> None:
         "t": torch.tensor([0.1, 0.2]),
         "caption": [torch.zeros(3), torch.ones(2)],
     }
-    first, second = cut(call, "x", 2)
+    first, second = Cutter("x", 2).cut(call)
     assert len(first["x"]) == 1
     assert second["t"].tolist() == [torch.tensor(0.2).item()]
     assert second["caption"][0].shape == (2,)
@@ -38,8 +40,8 @@ def test_lists_with_one_entry_per_sample_are_cut() -> None:
 
 def test_a_batch_that_does_not_divide_is_cut_into_fewer_parts() -> None:
     call = {"hidden_states": torch.zeros(4, 1)}
-    assert len(cut(call, "hidden_states", 6)) == 2
-    assert len(cut({"hidden_states": torch.zeros(1, 1)}, "hidden_states", 3)) == 1
+    assert len(Cutter("hidden_states", 6).cut(call)) == 2
+    assert len(Cutter("hidden_states", 3).cut({"hidden_states": torch.zeros(1, 1)})) == 1
 
 
 def test_outputs_are_merged_in_their_own_structure() -> None:
@@ -49,3 +51,20 @@ def test_outputs_are_merged_in_their_own_structure() -> None:
     assert isinstance(merged, Transformer2DModelOutput)
     assert merged.sample.shape == (2, 2)
     assert len(merge([([one],), ([other],)])[0]) == 2
+
+
+def test_the_slices_of_a_tensor_are_the_same_objects_until_it_changes_or_dies() -> None:
+    cutter = Cutter("x", 2)
+    call = {"x": torch.zeros(2, 3), "prompt": torch.ones(2, 4)}
+    first, again = cutter.cut(call)[1], cutter.cut({**call, "x": torch.zeros(2, 3)})[1]
+    assert again["prompt"] is first["prompt"]
+    call["prompt"].mul_(2)
+    assert torch.equal(cutter.cut(call)[1]["prompt"], torch.full((1, 4), 2.0))
+    del call, first, again
+    gc.collect()
+    assert not cutter._slices
+
+
+def test_a_batch_that_cannot_be_told_from_another_dimension_stays_whole() -> None:
+    call = {"x": torch.zeros(3, 5), "positions": torch.zeros(3, 3, 7)}
+    assert len(Cutter("x", 3).cut(call)) == 1

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import ScheduleGPipe
 
 from dit_pipelining.api import split_model
-from dit_pipelining.runtime.microbatches import cut, merge
+from dit_pipelining.runtime.microbatches import Cutter, merge
 from tests.distributed import RankPool
 from tests.zoo import CASES, build_inputs, build_model
 
@@ -17,7 +17,7 @@ def gpipe(name: str, stages: int) -> tuple[list[torch.Tensor] | None, int]:
     """Two microbatches through ScheduleGPipe; also how often this rank's first block ran."""
     model = build_model(CASES[name])
     inputs = build_inputs(CASES[name])
-    halves = cut(inputs, "hidden_states", 2)
+    halves = Cutter("hidden_states", 2).cut(inputs)
     assert len(halves) == 2
     split = split_model(model, stages, halves[0], partitioner="uniform")
     rank = dist.get_rank()
@@ -25,17 +25,17 @@ def gpipe(name: str, stages: int) -> tuple[list[torch.Tensor] | None, int]:
     start, _ = split.partition.ranges[rank]
     block = model.get_submodule(str(split.graph.blocks[start].target))
     block.register_forward_hook(lambda *_: runs.append(1))
-    schedule = ScheduleGPipe(split.pipeline_stage(rank, "cpu"), n_microbatches=2)
-    batched = {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)}
-    output = schedule.eval(**batched, return_dict=False)
+    spec = split.kwargs_chunk_spec(inputs)
+    schedule = ScheduleGPipe(split.pipeline_stage(rank, "cpu"), n_microbatches=2, kwargs_chunk_spec=spec)
+    output = schedule.eval(**inputs)
     return (list(output) if output is not None else None), len(runs)
 
 
-@pytest.mark.parametrize(("name", "stages"), [("WanTransformer3D@batch", 2), ("SD3Transformer", 3)])
+@pytest.mark.parametrize(("name", "stages"), [("WanTransformer3D@batch", 2), ("FluxTransformer@guidance-batch", 3)])
 def test_the_schedule_gives_the_model_s_output(ranks: RankPool, name: str, stages: int) -> None:
     model, inputs = build_model(CASES[name]), build_inputs(CASES[name])
     with torch.no_grad():
-        parts: list[Any] = [model(**part) for part in cut(inputs, "hidden_states", 2)]
+        parts: list[Any] = [model(**part) for part in Cutter("hidden_states", 2).cut(inputs)]
     expected = merge(parts)
     results = ranks.run(stages, gpipe, name, stages)
     assert all(output is None for output, _ in results[:-1])

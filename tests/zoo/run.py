@@ -8,7 +8,6 @@ For every case all stages in one process are compared with the unsplit model, bi
 import argparse
 import json
 import platform
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -69,8 +68,13 @@ def main() -> None:
         f"{passed} of {len(results)} cases equal on {card}, torch {torch.__version__}, diffusers {diffusers.__version__}"
     )
     if args.json:
-        about = dict(device=card, torch=torch.__version__, diffusers=diffusers.__version__, command=" ".join(sys.argv))
+        command = " ".join(["python -m tests.zoo.run --device", args.device, "--json FILE", *_only(args.only)])
+        about = dict(device=card, torch=torch.__version__, diffusers=diffusers.__version__, command=command)
         args.json.write_text(json.dumps({**about, "passed": passed, "cases": results}, indent=1))
+
+
+def _only(names: list[str]) -> list[str]:
+    return ["--only", *names] if names else []
 
 
 if __name__ == "__main__":

@@ -1,0 +1,106 @@
+"""Process groups between stages, and from the last stage to everyone.
+
+[Note: groups]
+There is one group of two ranks for each directed link between neighbouring stages, and one group of all ranks for the
+results of each replica. All are made by all ranks in one order. A rank posts receives of a link from one thread and sends
+of the next link from another, never both on one group: on NCCL, sends and receives of one group run one after the other,
+so a receive that waits would hold up a send that the other side waits for (seen on two GPUs: it hangs).
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from dit_pipelining.comm.mesh import Mesh
+
+UNUSED_TAG = 1 << 20
+"""Of a receive that nothing is ever sent to."""
+
+
+@dataclass(frozen=True)
+class ReplicaLinks:
+    """How the ranks of one replica pass data on.
+
+    Attributes:
+        ranks: of the replica, in the order of its stages.
+        hops: `hops[i]` leads from stage i to stage i + 1.
+        results: from the last stage to all ranks.
+    """
+
+    ranks: tuple[int, ...]
+    hops: tuple[dist.ProcessGroup, ...]
+    results: dist.ProcessGroup
+
+    @property
+    def root(self) -> int:
+        """The rank whose stage gives the result."""
+        return self.ranks[-1]
+
+    def receive(self, stage: int, buffers: Sequence[torch.Tensor]) -> list[dist.Work]:
+        """Post the receives of what the stage before `stage` sends, in its order."""
+        source, group = self.ranks[stage - 1], self.hops[stage - 1]
+        return [_posted(dist.irecv(buffer, source, group=group)) for buffer in buffers]
+
+    def send(self, stage: int, tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
+        """Post the sends from `stage` to the next one. The tensors must live until the works are waited for."""
+        target, group = self.ranks[stage + 1], self.hops[stage]
+        return [_posted(dist.isend(tensor, target, group=group)) for tensor in tensors]
+
+    def share(self, tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
+        """Post the broadcast of a result: from the root's tensors into the others'."""
+        return [_posted(dist.broadcast(tensor, self.root, group=self.results, async_op=True)) for tensor in tensors]
+
+
+def make_links(mesh: Mesh, timeout: timedelta, device: torch.device) -> list[ReplicaLinks]:
+    """Make the groups of all replicas and warm each up with a real transfer; every rank of the mesh calls this."""
+    links = []
+    for replica in range(mesh.replicas):
+        ranks = mesh.ranks_of(replica)
+        hops = tuple(dist.new_group([one, other], timeout=timeout) for one, other in pairwise(ranks))
+        links.append(ReplicaLinks(tuple(ranks), hops, dist.new_group(list(range(mesh.world_size)), timeout=timeout)))
+    for replica, own in enumerate(links):
+        probe = torch.zeros(1, device=device)
+        if replica == mesh.replica:
+            # First stage first: no rank waits for a receive before its own can be sent.
+            if mesh.stage:
+                _wait(own.receive(mesh.stage, [probe]))
+            if mesh.stage < mesh.pipeline_size - 1:
+                _wait(own.send(mesh.stage, [probe]))
+        _wait(own.share([probe]))
+    return links
+
+
+def wake_waiters(links: Sequence[ReplicaLinks], rank: int) -> None:
+    """Make every wait on these groups end with an error, here and on the ranks at the other ends.
+
+    NCCL groups are aborted. Aborting a gloo group wakes nobody; a wait on it that times out closes its connections.
+    """
+    if not dist.is_initialized():
+        return  # the groups are gone already
+    for own in links:
+        for group in (*own.hops, own.results):
+            members = dist.get_process_group_ranks(group) if dist.get_rank(group) >= 0 else []
+            others = [member for member in members if member != rank]
+            if not others:
+                continue
+            if dist.get_backend(group) == "nccl":
+                group.abort()
+                continue
+            with suppress(RuntimeError):  # that is the time-out
+                work = dist.irecv(torch.empty(1), others[0], group=group, tag=UNUSED_TAG)
+                _posted(work).wait(timedelta(milliseconds=1))
+
+
+def _posted(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # this rank is in the group
+    return work
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()

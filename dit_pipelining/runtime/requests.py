@@ -1,0 +1,82 @@
+"""Several requests side by side on one pipeline."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from diffusers import SchedulerMixin
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dit_pipelining.errors import InputError
+from dit_pipelining.runtime.attach import rolling_of
+
+
+def run_requests(pipeline: Any, requests: Sequence[Mapping[str, Any]], max_in_flight: int | None) -> list[Any]:
+    """Run calls of the pipeline side by side; results in order, each what the call alone returns.
+
+    Every request runs the pipeline's own code on a shallow copy of the pipeline with schedulers of its own. On a pipeline
+    that is not spread over ranks they run one after the other.
+    """
+    for index, request in enumerate(requests):
+        if not isinstance(request, Mapping):
+            raise InputError(
+                f"request {index} is {type(request).__name__}: each request is a dict of the pipeline's arguments, for "
+                "example dict(prompt='a cat')."
+            )
+    if max_in_flight is not None and max_in_flight < 1:
+        raise InputError(f"max_in_flight={max_in_flight}: at least one request has to be in flight.")
+    rolling = rolling_of(pipeline)
+    display = _display(len(requests)) if rolling is None or rolling.mesh.rank == 0 else None
+    with display or nullcontext():
+        functions = [_request(pipeline, request, index, display) for index, request in enumerate(requests)]
+        if rolling is None:
+            return [function() for function in functions]
+        return rolling.turns.run(functions, max_in_flight)
+
+
+def _request(pipeline: Any, request: Mapping[str, Any], index: int, display: Progress | None) -> Callable[[], Any]:
+    own = copy.copy(pipeline)
+    for name, component in pipeline.components.items():
+        if isinstance(component, SchedulerMixin):
+            setattr(own, name, copy.deepcopy(component))
+    own.__dict__["progress_bar"] = _Bars(display, f"request {index}")
+    return lambda: own(**request)
+
+
+class _Bars:
+    """Stands in for `pipeline.progress_bar`: one bar per request in a common display."""
+
+    def __init__(self, display: Progress | None, title: str) -> None:
+        self.display = display
+        self.title = title
+
+    def __call__(self, iterable: Any = None, total: int | None = None) -> Any:
+        bar = _Bar(self.display, self.title, len(iterable) if iterable is not None else total)
+        return bar if iterable is None else bar.over(iterable)
+
+
+class _Bar(AbstractContextManager["_Bar"]):
+    def __init__(self, display: Progress | None, title: str, total: int | None) -> None:
+        self.display = display
+        self.task = display.add_task(title, total=total) if display is not None else None
+
+    def update(self, steps: int = 1) -> None:
+        if self.display is not None and self.task is not None:
+            self.display.advance(self.task, steps)
+
+    def over(self, iterable: Any) -> Any:
+        for item in iterable:
+            yield item
+            self.update()
+
+    def set_postfix(self, *args: Any, **kwargs: Any) -> None:
+        """As tqdm's; the common display has no room for it."""
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+def _display(requests: int) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, transient=requests > 20)

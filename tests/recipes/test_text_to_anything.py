@@ -1,0 +1,71 @@
+"""The recipes as a user runs them: two processes write what one process writes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import imageio.v3 as imageio
+import numpy as np
+import pytest
+
+from tests import checkpoints
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(recipe: str, processes: int, *flags: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    command = [*launcher, str(ROOT / "recipes" / recipe), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+
+
+def output_of(recipe: str, processes: int, output: Path, *flags: str) -> np.ndarray:
+    done = run(recipe, processes, "--pipeline-parallel-size", str(processes), "--output", str(output), *flags)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return imageio.imread(output)
+
+
+def test_a_video_over_two_processes_is_that_of_one(tmp_path: Path) -> None:
+    model = checkpoints.wan(tmp_path / "wan")
+    size = ["--height", "32", "--width", "32", "--num-frames", "9", "--num-inference-steps", "2"]
+    flags = ["--model", str(model), "--prompt", "a red cat", *size]
+    alone = output_of("text_to_video.py", 1, tmp_path / "one.mp4", *flags)
+    assert alone.shape == (9, 32, 32, 3)
+    assert np.array_equal(output_of("text_to_video.py", 2, tmp_path / "two.mp4", *flags), alone)
+
+
+def test_an_image_over_two_processes_is_that_of_one(tmp_path: Path) -> None:
+    model = checkpoints.flux(tmp_path / "flux")
+    flags = [
+        "--model",
+        str(model),
+        "--prompt",
+        "a red cat",
+        "--height",
+        "16",
+        "--width",
+        "16",
+        "--num-inference-steps",
+        "2",
+    ]
+    alone = output_of("text_to_image.py", 1, tmp_path / "one.png", *flags)
+    assert np.array_equal(output_of("text_to_image.py", 2, tmp_path / "two.png", *flags), alone)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--pipeline-parallel-size", "2"], "--nproc-per-node 2"),
+        (["--model", "/nowhere/at-all"], "neither a folder nor a hub id"),
+    ],
+)
+def test_a_wrong_flag_ends_with_one_line(tmp_path: Path, flags: list[str], message: str) -> None:
+    model = ["--model", str(checkpoints.wan(tmp_path / "wan"))]
+    done = run("text_to_video.py", 1, *model, "--prompt", "a", *flags)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

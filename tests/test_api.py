@@ -1,0 +1,344 @@
+"""The front door: wrong use is refused at once, with what to change, and pipelines say where they come from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, AutoencoderKLWan, DiffusionPipeline, UNet2DModel, WanTransformer3DModel
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from dit_pipelining.api import ParallelConfig, load_pipeline, parallelize, split_model
+from dit_pipelining.capture import graph as capture_graph
+from dit_pipelining.errors import (
+    BlocksNotFoundError,
+    CheckpointError,
+    ConfigError,
+    InputError,
+    NotATransformerError,
+    PartitionError,
+)
+from dit_pipelining.planning.models import find_model
+from dit_pipelining.runtime.attach import split_of
+from dit_pipelining.weights.pipelines import empty_transformers
+from partitioners import (
+    CountsNotIntegersError,
+    NegativeCountError,
+    RankSpec,
+    TooManyStagesError,
+    WrongNumberOfCountsError,
+    WrongSumError,
+)
+from tests import checkpoints
+from tests.distributed import RankPool, RanksFailedError
+from tests.same import assert_same
+from tests.zoo import CASES, build_inputs, build_model
+
+VARIABLE = "VLLM_PP_LAYER_PARTITION"
+CALL = dict(prompt="a", height=16, width=16, num_frames=5, num_inference_steps=2, output_type="latent")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.wan(tmp_path_factory.mktemp("api") / "wan")
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> ParallelConfig:
+    """As if launched with two processes; nothing here gets as far as meeting the other one."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    return ParallelConfig(pipeline_parallel_size=2)
+
+
+# ---- ParallelConfig ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["even", "Balanced", "", 3, None])
+def test_an_unknown_partitioner_is_refused_and_the_known_are_listed(name: Any) -> None:
+    with pytest.raises(ConfigError, match=r"partitioner=.*'uniform', 'balanced'"):
+        ParallelConfig(partitioner=name)
+
+
+@pytest.mark.parametrize("seconds", ["x", "60", None, True, 0, -1.0, float("inf"), float("nan")])
+def test_a_timeout_that_is_no_time_is_refused(seconds: Any) -> None:
+    with pytest.raises(ConfigError, match="timeout_seconds="):
+        ParallelConfig(timeout_seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    ("partition", "error"),
+    [
+        ("2,two", CountsNotIntegersError),
+        ("", CountsNotIntegersError),
+        ([2, 2.0], CountsNotIntegersError),
+        ("5,-1", NegativeCountError),
+        ("1,1,2", WrongNumberOfCountsError),
+        ([4], WrongNumberOfCountsError),
+        ([], PartitionError),
+        (4, ConfigError),
+        ({"transformer": "2,2", "transformer_2": "2"}, WrongNumberOfCountsError),
+    ],
+)
+def test_a_wrong_partition_is_refused_when_the_configuration_is_made(partition: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        ParallelConfig(pipeline_parallel_size=2, partition=partition)
+
+
+def test_counts_come_from_the_configuration_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "3,1")
+    config = ParallelConfig(pipeline_parallel_size=2, partition={"transformer": "2,2"})
+    assert config.counts_for("transformer") == "2,2"
+    assert config.counts_for("transformer_2") is None
+    assert ParallelConfig(pipeline_parallel_size=2).counts_for("transformer") is None
+    assert ParallelConfig(pipeline_parallel_size=2, partition=[1, 3]).counts_for("transformer_2") == [1, 3]
+
+
+def test_the_early_check_names_where_counts_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ParallelConfig(pipeline_parallel_size=2, partition={"transformer": "2,2"})
+    monkeypatch.setenv(VARIABLE, "1,1,2")
+    config.check_counts("transformer", 4)
+    with pytest.raises(WrongNumberOfCountsError, match=VARIABLE):
+        config.check_counts("transformer_2", 4)
+    monkeypatch.delenv(VARIABLE)
+    config.check_counts("transformer_2", 4)
+    with pytest.raises(TooManyStagesError):
+        config.check_counts("transformer_2", 1)
+
+
+def generate_with_variable(folder: Path, text: str, partition: Any) -> tuple[int, ...]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, text)
+        pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=2, partition=partition))
+        pipeline(**CALL)
+        split = split_of(pipeline.transformer)
+        assert split is not None
+        return split.partition.counts
+
+
+def test_a_wrong_sum_in_the_environment_names_the_variable_on_every_rank(ranks: RankPool, folder: Path) -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        ranks.run(2, generate_with_variable, folder, "1,2", None)
+    assert str(caught.value).count(f"from the environment variable {VARIABLE}: they sum to 3; expected 4") >= 2
+
+
+def test_the_environment_decides_where_the_configuration_does_not(ranks: RankPool, folder: Path) -> None:
+    assert ranks.run(2, generate_with_variable, folder, "1,3", None) == [(1, 3)] * 2
+    assert ranks.run(2, generate_with_variable, folder, "1,3", {"transformer": [3, 1]}) == [(3, 1)] * 2
+
+
+# ---- split_model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(*args: Any) -> None:
+        raise AssertionError("a forward was captured")
+
+    monkeypatch.setattr(capture_graph, "capture", capture)
+
+
+def wan() -> tuple[nn.Module, dict[str, Any]]:
+    return build_model(CASES["WanTransformer3D"]), build_inputs(CASES["WanTransformer3D"])
+
+
+def small_vae() -> nn.Module:
+    return AutoencoderKL(block_out_channels=(4,), layers_per_block=1, norm_num_groups=1)
+
+
+@pytest.mark.usefixtures("no_capture")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (small_vae, r"AutoencoderKL is not a diffusion transformer.*pipe\.transformer"),
+        (lambda: AutoencoderKLWan(base_dim=4, z_dim=4), "AutoencoderKLWan is not a diffusion transformer"),
+        (lambda: UNet2DModel(block_out_channels=(4,) * 4, norm_num_groups=1), "UNet2DModel is not"),
+        (lambda: WanTransformer3DModel, "the class WanTransformer3DModel"),
+        (lambda: "wan", r"got a str\. Pass a diffusers transformer"),
+        (lambda: None, "got a NoneType"),
+    ],
+)
+def test_what_is_no_transformer_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(NotATransformerError, match=message):
+        split_model(make(), 2, {})
+
+
+@pytest.mark.usefixtures("no_capture")
+def test_a_whole_pipeline_is_refused_with_what_to_call(folder: Path) -> None:
+    with pytest.raises(NotATransformerError, match=r"WanPipeline is a whole pipeline.*load_pipeline or parallelize"):
+        split_model(DiffusionPipeline.from_pretrained(folder), 2, {})
+
+
+@pytest.mark.usefixtures("no_capture")
+def test_a_module_without_blocks_says_how_to_name_them() -> None:
+    with pytest.raises(BlocksNotFoundError, match="blocks="):
+        split_model(nn.Linear(2, 2), 2, {})
+
+
+@pytest.mark.usefixtures("no_capture")
+@pytest.mark.parametrize("num_stages", [0, -1, 2.0, "2", True, None])
+def test_a_number_of_stages_that_is_no_positive_integer_is_refused(num_stages: Any) -> None:
+    model, inputs = wan()
+    with pytest.raises(ConfigError, match=f"num_stages={num_stages!r}"):
+        split_model(model, num_stages, inputs)
+
+
+@pytest.mark.usefixtures("no_capture")
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (dict(ranks=[RankSpec()] * 3), ConfigError, "ranks has 3 entries for 2 stages"),
+        (dict(ranks=[]), ConfigError, "ranks has 0 entries for 2 stages"),
+        (dict(partitioner="even"), ConfigError, "'uniform', 'balanced'"),
+        (dict(counts="1,1,2"), WrongNumberOfCountsError, "there are 3 of them; expected 2"),
+        (dict(counts=[5, -1]), NegativeCountError, "-1 is negative"),
+        (dict(blocks=["layers"]), BlocksNotFoundError, "no submodule 'layers'"),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_the_capture(changes: Any, error: type[Exception], message: str) -> None:
+    model, inputs = wan()
+    with pytest.raises(error, match=message):
+        split_model(model, 2, inputs, **changes)
+
+
+@pytest.mark.usefixtures("no_capture")
+def test_a_wrong_variable_is_refused_before_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1,x")
+    model, inputs = wan()
+    with pytest.raises(CountsNotIntegersError, match=VARIABLE):
+        split_model(model, 2, inputs)
+
+
+@pytest.mark.usefixtures("no_capture")
+def test_example_inputs_that_are_no_dict_are_refused() -> None:
+    model, inputs = wan()
+    with pytest.raises(InputError, match="example_inputs is a list"):
+        split_model(model, 2, list(inputs.values()))  # type: ignore[arg-type]
+
+
+def test_a_wrong_sum_in_the_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1,99")
+    model, inputs = wan()
+    with pytest.raises(WrongSumError, match=VARIABLE):
+        split_model(model, 2, inputs)
+
+
+# ---- load_pipeline and parallelize ---------------------------------------------------------------------------------
+
+
+def test_a_partition_for_a_component_that_is_not_there_is_refused(folder: Path, two_ranks: ParallelConfig) -> None:
+    config = ParallelConfig(pipeline_parallel_size=2, partition={"transfomer": "2,2"})
+    with pytest.raises(ConfigError, match=r"partition names 'transfomer'.*split are 'transformer'\."):
+        load_pipeline(folder, config)
+    with pytest.raises(ConfigError, match=r"partition names 'transfomer'.*split are 'transformer'\."):
+        parallelize(DiffusionPipeline.from_pretrained(folder), config)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        dict(device_map="balanced"),
+        dict(low_cpu_mem_usage=False),
+        dict(max_memory={0: "1GB"}),
+        dict(use_safetensors=False),
+        dict(quantization_config=object()),
+        dict(dtype=torch.bfloat16),
+    ],
+)
+def test_an_argument_that_contradicts_the_split_is_refused(
+    folder: Path, two_ranks: ParallelConfig, argument: Any
+) -> None:
+    with pytest.raises(ConfigError, match=next(iter(argument))):
+        load_pipeline(folder, two_ranks, **argument)
+
+
+def test_a_vae_in_the_transformers_place_is_refused(folder: Path, two_ranks: ParallelConfig) -> None:
+    with pytest.raises(NotATransformerError, match="transformer=AutoencoderKL"):
+        load_pipeline(folder, two_ranks, transformer=small_vae())
+
+
+def test_a_variant_that_no_component_has_is_refused(folder: Path, two_ranks: ParallelConfig) -> None:
+    with pytest.raises(CheckpointError, match="no files of the variant 'fp8'"):
+        load_pipeline(folder, two_ranks, variant="fp8")
+
+
+def test_a_variant_holds_for_the_components_that_have_it(tmp_path: Path) -> None:
+    folder = checkpoints.wan(tmp_path / "wan")
+    AutoencoderKLWan.from_pretrained(folder / "vae").save_pretrained(folder / "vae", variant="fp16")
+    plain = empty_transformers(folder, None, "fp16")["transformer"].checkpoint
+    assert not any(".fp16" in path.name for path in plain.files.values())
+    transformer = WanTransformer3DModel.from_pretrained(folder / "transformer")
+    transformer.save_pretrained(folder / "transformer", variant="fp16")
+    half = empty_transformers(folder, None, "fp16")["transformer"].checkpoint
+    assert all(".fp16" in path.name for path in half.files.values())
+
+
+def test_a_tensor_of_another_shape_is_named_before_ranks_meet(tmp_path: Path, two_ranks: ParallelConfig) -> None:
+    folder = checkpoints.wan(tmp_path / "wan")
+    file = sorted((folder / "transformer").glob("*.safetensors"))[0]
+    tensors = load_file(file)
+    name = next(name for name, tensor in tensors.items() if tensor.dim() == 2)
+    save_file({**tensors, name: tensors[name][:-1].clone()}, file)
+    with pytest.raises(CheckpointError, match=rf"other shapes for 1 tensors: {name} "):
+        load_pipeline(folder, two_ranks)
+
+
+def load_with_own_transformer(folder: Path, own: Path) -> torch.Tensor:
+    transformer = WanTransformer3DModel.from_pretrained(own / "transformer")
+    pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=2), transformer=transformer)
+    assert pipeline.transformer is transformer
+    frames: torch.Tensor = pipeline(**CALL, generator=torch.Generator().manual_seed(0)).frames
+    return frames
+
+
+def test_a_transformer_in_memory_is_split_instead_of_the_folders(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    own = checkpoints.wan(tmp_path / "own", seed=3)
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    of_folder = pipeline(**CALL, generator=torch.Generator().manual_seed(0)).frames
+    pipeline.transformer = WanTransformer3DModel.from_pretrained(own / "transformer")
+    expected = pipeline(**CALL, generator=torch.Generator().manual_seed(0)).frames
+    assert not torch.equal(of_folder, expected)
+    without = tmp_path / "without"
+    pipeline.save_pretrained(without)
+    for weights in (without / "transformer").iterdir():
+        weights.unlink()
+    for source in (folder, without):
+        for frames in ranks.run(2, load_with_own_transformer, source, own):
+            assert_same(frames, expected)
+
+
+def names_of_sources(folder: Path, size: int) -> dict[str, Any]:
+    pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=size))
+    return sources(pipeline)
+
+
+def sources(pipeline: Any) -> dict[str, Any]:
+    found = {"pipeline": pipeline.config._name_or_path, "itself": pipeline.name_or_path}
+    for name, component in pipeline.components.items():
+        config = getattr(component, "config", None)
+        named = [getattr(component, "name_or_path", None), getattr(config, "_name_or_path", None)]
+        found[name] = [str(value) if value is not None else None for value in named]
+    return found
+
+
+def test_a_pipeline_says_which_folder_it_comes_from(ranks: RankPool, folder: Path) -> None:
+    expected = sources(DiffusionPipeline.from_pretrained(str(folder)))
+    assert expected["pipeline"] == str(folder)
+    assert names_of_sources(folder, 1) == expected
+    assert ranks.run(2, names_of_sources, folder, 2) == [expected] * 2
+
+
+def test_show_and_load_agree_which_components_are_split(tmp_path: Path) -> None:
+    config = {"_class_name": "WanTransformer3DModel", **CASES["WanTransformer3D"].init}
+    index = {
+        "_class_name": "OwnPipeline",
+        "transformer": ["diffusers", "AutoencoderKLWan"],
+        "denoiser": ["diffusers", "WanTransformer3DModel"],
+        "transformer_of_text": ["transformers", "T5EncoderModel"],
+    }
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    WanTransformer3DModel(**CASES["WanTransformer3D"].init).save_pretrained(tmp_path / "denoiser")
+    (tmp_path / "denoiser" / "config.json").write_text(json.dumps(config))
+    assert [spec.names for spec in find_model(str(tmp_path)).transformers] == [("denoiser",)]
+    assert list(empty_transformers(tmp_path, None)) == ["denoiser"]
