@@ -243,7 +243,6 @@ def test_a_partition_for_a_component_that_is_not_there_is_refused(folder: Path, 
         dict(max_memory={0: "1GB"}),
         dict(use_safetensors=False),
         dict(quantization_config=object()),
-        dict(dtype=torch.bfloat16),
     ],
 )
 def test_an_argument_that_contradicts_the_split_is_refused(
@@ -342,3 +341,8 @@ def test_show_and_load_agree_which_components_are_split(tmp_path: Path) -> None:
     (tmp_path / "denoiser" / "config.json").write_text(json.dumps(config))
     assert [spec.names for spec in find_model(str(tmp_path)).transformers] == [("denoiser",)]
     assert list(empty_transformers(tmp_path, None)) == ["denoiser"]
+
+
+def test_both_names_of_the_dtype_at_once_are_refused(folder: Path, two_ranks: ParallelConfig) -> None:
+    with pytest.raises(ConfigError, match="two names of one argument"):
+        load_pipeline(folder, two_ranks, dtype=torch.bfloat16, torch_dtype=torch.float16)

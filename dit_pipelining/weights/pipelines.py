@@ -33,7 +33,6 @@ CONTRADICTING = {
     "use_flashpack": "a stage is read from safetensors files, and from no others",
     "disable_mmap": "a stage is read from mapped files",
     "quantization_config": "a stage's weights are loaded as they are stored, so they cannot be quantised",
-    "dtype": "pass it as `torch_dtype`",
 }
 """Arguments of `from_pretrained` that a split pipeline cannot follow, and why."""
 
