@@ -19,7 +19,7 @@ from dit_pipelining.capture.kept import KeptFunction
 from dit_pipelining.capture.signature import CallInputs, flatten_inputs
 from dit_pipelining.capture.trace import Tracer, trace
 from dit_pipelining.capture.values import CHANGES_EACH_STEP, Questions
-from dit_pipelining.errors import BlocksNotFoundError
+from dit_pipelining.errors import BlocksNotFoundError, CaptureError
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +150,7 @@ def capture(
         CaptureError: the glue cannot be recorded; names the line of the model.
     """
     names = find_blocks(model, blocks)
+    _refuse_hooks(model)
     inputs = flatten_inputs(kwargs)
     forward = forward or model.forward
     main_input = next(iter(inspect.signature(forward).parameters), "")
@@ -246,6 +247,22 @@ def _nodes_in(item: Any) -> Iterator[fx.Node]:
     elif isinstance(item, dict):
         for part in item.values():
             yield from _nodes_in(part)
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """Refuse hooks that keep state from call to call or move weights: they would act on tensors without data.
+
+    Raises:
+        CaptureError: names the first hook and its module.
+    """
+    for name, module in model.named_modules():
+        hooks = list(getattr(getattr(module, "_diffusers_hook", None), "hooks", ()))
+        hooks += ["accelerate's offload or device_map"] if hasattr(module, "_hf_hook") else []
+        if hooks:
+            raise CaptureError(
+                f"{type(model).__name__} has the hook {hooks[0]!r} on {name or 'itself'}: caches (enable_cache), layerwise "
+                "casting and offloading cannot be recorded. Take it off (disable_cache()) before the model is split."
+            )
 
 
 def _questions(tracer: Tracer) -> tuple[Questions, ...]:

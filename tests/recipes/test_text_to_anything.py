@@ -38,6 +38,25 @@ def test_a_video_over_two_processes_is_that_of_one(tmp_path: Path) -> None:
     assert np.array_equal(output_of("text_to_video.py", 2, tmp_path / "two.mp4", *flags), alone)
 
 
+def test_a_video_over_two_replicas_of_two_stages_is_that_of_one_process(tmp_path: Path) -> None:
+    model = checkpoints.wan(tmp_path / "wan")
+    size = ["--height", "32", "--width", "32", "--num-frames", "5", "--num-inference-steps", "2"]
+    flags = ["--model", str(model), "--prompt", "a red cat", *size]
+    alone = output_of("text_to_video.py", 1, tmp_path / "one.mp4", *flags)
+    spread = ["--pipeline-parallel-size", "2", "--cfg-parallel-size", "2", "--output", str(tmp_path / "four.mp4")]
+    done = run("text_to_video.py", 4, *flags, *spread)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert np.array_equal(imageio.imread(tmp_path / "four.mp4"), alone)
+
+
+def test_a_wrong_sum_is_one_line_of_the_first_rank(tmp_path: Path) -> None:
+    model = checkpoints.wan(tmp_path / "wan")
+    size = ["--height", "32", "--width", "32", "--num-frames", "5", "--num-inference-steps", "1"]
+    done = run("text_to_video.py", 2, "--model", str(model), "--prompt", "a", "--partition", "1,1", *size)
+    assert done.returncode == 1
+    assert done.stderr.count("WrongSumError: ") == 1
+
+
 def test_an_image_over_two_processes_is_that_of_one(tmp_path: Path) -> None:
     model = checkpoints.flux(tmp_path / "flux")
     flags = [

@@ -1,0 +1,31 @@
+"""Hooks that would act on tensors without data are refused, and the model stays usable."""
+
+import pytest
+import torch
+from diffusers import FirstBlockCacheConfig
+
+from dit_pipelining.capture.graph import capture
+from dit_pipelining.errors import CaptureError
+from tests.same import assert_same
+from tests.zoo import CASES, build_inputs, build_model
+
+
+def test_a_cache_that_is_on_is_refused() -> None:
+    case = CASES["WanTransformer3D"]
+    model = build_model(case)
+    with torch.no_grad():
+        expected = model(**build_inputs(case))
+        model.enable_cache(FirstBlockCacheConfig(threshold=0.1))  # type: ignore[operator]
+        with pytest.raises(CaptureError, match="disable_cache"):
+            capture(model, build_inputs(case))
+        model.disable_cache()  # type: ignore[operator]
+        capture(model, build_inputs(case))
+        assert_same(model(**build_inputs(case)), expected)
+
+
+def test_layerwise_casting_is_refused() -> None:
+    case = CASES["WanTransformer3D"]
+    model = build_model(case)
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)  # type: ignore[operator]
+    with pytest.raises(CaptureError, match="layerwise_casting"):
+        capture(model, build_inputs(case))
