@@ -1,6 +1,6 @@
 """StageModule: one stage of a split model, an nn.Module whose state dict is a subset of the model's own."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,11 +167,23 @@ class StageModule(nn.Module):
             return program.run(self.model, received, leaves)
         from diffusers.utils.peft_utils import scale_lora_layers, unscale_lora_layers
 
-        scale_lora_layers(self, graph.lora_scale)
+        modules = list(self._modules_of_the_model())
+        for module in modules:
+            scale_lora_layers(module, graph.lora_scale)
         try:
             return program.run(self.model, received, leaves)
         finally:
-            unscale_lora_layers(self, graph.lora_scale)
+            for module in modules:
+                unscale_lora_layers(module, graph.lora_scale)
+
+    def _modules_of_the_model(self) -> Iterator[nn.Module]:
+        """The modules the stage runs, as the model has them now: an adapter may have been put in their place."""
+        for name in self.held_weights:
+            path, _, key = name.rpartition(".")
+            value = getattr(self.model.get_submodule(path), key)
+            inside = any(name.startswith(f"{other}.") for other in self.held_weights)
+            if isinstance(value, nn.Module) and not inside:
+                yield value
 
     @property
     def parameter_bytes(self) -> int:

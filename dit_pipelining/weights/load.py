@@ -6,12 +6,21 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from dit_pipelining.errors import CheckpointError
+from dit_pipelining.errors import CheckpointError, ConfigError
 from dit_pipelining.weights.checkpoint import Checkpoint
 from dit_pipelining.weights.empty import loaded_dtype
 
 MOST_NAMED = 20
 """How many tensors of a kind an error names; it counts them all."""
+
+
+ADAPTER_TENSOR = re.compile(r"\.(lora_|modules_to_save\.)")
+"""Tensors that peft's adapters add to a model; a checkpoint of the model does not have them."""
+
+
+def _name_without_adapter(name: str) -> str:
+    """The name a tensor had before an adapter was put around its layer (peft calls that layer `base_layer`)."""
+    return name.replace(".base_layer.", ".")
 
 
 def load_weights(
@@ -37,7 +46,19 @@ def load_weights(
     """
     check_tensors(model, checkpoint)
     stored = checkpoint.names_for(model)
-    wanted = {stored[name]: name for name in tensor_names(model, weights)}
+    names = tensor_names(model, weights)
+    wanted = {stored[_name_without_adapter(name)]: name for name in names if not ADAPTER_TENSOR.search(name)}
+    for name in names:
+        if ADAPTER_TENSOR.search(name):  # in memory already
+            owner, key = _owner(model, name)
+            tensor = getattr(owner, key)
+            if tensor.device.type == "meta":
+                raise ConfigError(
+                    f"the adapter's {name!r} has no weights: it was loaded before the pipeline's first call, when the layer "
+                    "it belongs to had none either. Load adapters after the first call, or split a pipeline that is in "
+                    "memory with parallelize."
+                )
+            tensor.data = tensor.data.to(device)
     for stored_name, tensor in checkpoint.read(wanted, device):
         _assign(model, wanted[stored_name], tensor, torch_dtype)
     _move_buffers(model, weights, device)
@@ -60,7 +81,11 @@ def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: lists what is missing, what is unexpected and what has another shape.
     """
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    expected = {
+        _name_without_adapter(name): tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if not ADAPTER_TENSOR.search(name)
+    }
     present = {name: checkpoint.shapes[stored] for name, stored in checkpoint.names_for(model).items()}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     wrong = {
