@@ -103,7 +103,7 @@ def rebuild_inputs(kwargs: Mapping[str, Any], leaves: Mapping[str, Any]) -> dict
         if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
             return type(value)(build(item, _join(path, i)) for i, item in enumerate(value))
         if isinstance(value, dict):
-            rebuilt = {name: build(item, _join(path, name)) for name, item in value.items()}
+            rebuilt = {name: build(item, _join(path, _key(name))) for name, item in value.items()}
             return rebuilt if type(value) is dict else type(value)(rebuilt)
         return value
 
@@ -133,6 +133,27 @@ def object_parts(value: Any, known: Container[int] = ()) -> Iterator[tuple[tuple
         else:
             attributes = getattr(part, "__dict__", {})
             pending += [((*steps, ("attribute", name)), item) for name, item in attributes.items()]
+
+
+def objects_in(value: Any) -> Iterator[Any]:
+    """The objects, neither tensors nor constants, in nested arguments."""
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        for item in value:
+            yield from objects_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from objects_in(item)
+    elif not isinstance(value, (torch.Tensor, slice, *CONSTANTS)) and hasattr(value, "__dict__"):
+        yield value
+
+
+def object_state(value: Any) -> Hashable:
+    """What is in an object, tensors by identity."""
+    state: list[Hashable] = []
+    for steps, part in object_parts(value):
+        if isinstance(part, torch.Tensor):
+            state.append((steps, id(part)))
+    return (*state, *_object_key(value))
 
 
 def _object_key(value: Any) -> Iterator[Hashable]:
@@ -180,9 +201,14 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, dict):
         yield path, _Container(type(value), len(value))
         for name, item in value.items():
-            yield from _walk(item, _join(path, name))
+            yield from _walk(item, _join(path, _key(name)))
     else:
         yield path, value
+
+
+def _key(name: Any) -> str:
+    """A dict's key as a part of a path: 1 and "1" differ, and so do "a.b" and a "b" inside "a"."""
+    return name if isinstance(name, str) and "." not in name and not name.isdigit() else f"[{name!r}]"
 
 
 def _join(path: str, name: Any) -> str:

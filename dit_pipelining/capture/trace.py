@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy
@@ -44,7 +45,15 @@ from dit_pipelining.capture.sandbox import (
     intercepted_calls,
     intercepted_function,
 )
-from dit_pipelining.capture.signature import CONSTANTS, MADE, CallInputs, object_parts, rebuild_inputs
+from dit_pipelining.capture.signature import (
+    CONSTANTS,
+    MADE,
+    CallInputs,
+    object_parts,
+    object_state,
+    objects_in,
+    rebuild_inputs,
+)
 from dit_pipelining.capture.structure import is_namedtuple, tensors_in
 from dit_pipelining.capture.values import ValueNeededError, Values
 from dit_pipelining.errors import CaptureError
@@ -139,6 +148,7 @@ class Tracer(TorchFunctionMode):
         self.nodes: dict[
             int, tuple[Any, fx.Node]
         ] = {}  # id -> (the value, kept alive so that its id stays its own; node)
+        self.object_states: dict[int, Any] = {}
         self.values = Values(self)
         self.inside_opaque = False
         self.ambient = _ambient()
@@ -169,9 +179,23 @@ class Tracer(TorchFunctionMode):
             kwargs = rebuild_inputs(self.inputs.kwargs, leaves)
             with self, _no_other_randomness(self.model):
                 result = forward(**kwargs)
+            self._refuse_filled_containers(self.inputs.kwargs, kwargs)
             self.output = self._to_nodes(result, output=True)
             self._mark_returned(result)
         self.lora_scale = scales[-1] if scales else 1.0
+
+    def _refuse_filled_containers(self, given: Any, used: Any) -> None:
+        """Stages get containers of their own: what the forward puts into the caller's would be lost."""
+        added = used[len(given) :] if isinstance(given, list) else [v for k, v in used.items() if k not in given]
+        if any(True for _ in tensors_in(added)):
+            raise CaptureError(
+                f"the forward of {type(self.model).__name__} puts tensors into a {type(given).__name__} that the caller gave. "
+                "Stages cannot give them back; let the forward return them."
+            )
+        pairs = zip(given.values(), used.values(), strict=False) if isinstance(given, dict) else ()
+        for one, other in pairs if isinstance(given, dict) else zip(given, used, strict=False):
+            if isinstance(one, list | dict) and isinstance(other, list | dict):
+                self._refuse_filled_containers(one, other)
 
     def _fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
@@ -336,6 +360,7 @@ class Tracer(TorchFunctionMode):
         name = self.modules[id(module)]
         self._skip_flops()
         node_arguments = self._to_nodes(args), self._to_nodes(kwargs)  # as they are before the call changes them
+        self._refuse_changed_objects((args, kwargs))
         self.inside_opaque = True
         try:
             result = self.plain_call(module, *args, **kwargs)
@@ -343,12 +368,28 @@ class Tracer(TorchFunctionMode):
             result = self._run_looking_at_values(module, args, kwargs)
         finally:
             self.inside_opaque = False
+        self._remember_objects((args, kwargs))
         node = self.create(("call_module", name), *node_arguments)
         if id(module) in self.blocks:
             node.meta["block"] = name
         written = [tensor for tensor, before in versions if version(tensor) != before]
         self._know_result(result, node, written)
         return result
+
+    def _refuse_changed_objects(self, arguments: Any) -> None:
+        """A block gets an object by reference, so what glue changes in it between two blocks would not be repeated."""
+        for value in objects_in(arguments):
+            before = self.object_states.get(id(value))
+            if before is not None and before != object_state(value):
+                raise CaptureError(
+                    f"the forward of {type(self.model).__name__} changes a {type(value).__name__} between the blocks that it "
+                    f"hands it to, at {model_line()}. Stages cannot repeat that; pass what changes as an argument."
+                )
+        self._remember_objects(arguments)
+
+    def _remember_objects(self, arguments: Any) -> None:
+        for value in objects_in(arguments):
+            self.object_states[id(value)] = object_state(value)
 
     def _run_looking_at_values(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block whose inner code looks at values, to learn the shape of its output.
@@ -436,6 +477,11 @@ class Tracer(TorchFunctionMode):
 
     def _object(self, value: Any) -> fx.Node:
         """An object that glue made and hands to a block or returns: made again at each call from what is in it."""
+        if isinstance(value, FunctionType) and value.__closure__:
+            raise CaptureError(
+                f"the forward of {type(self.model).__name__} hands the function {value.__qualname__!r} to a block, at "
+                f"{model_line()}. What it refers to would stay as it is now; pass values instead."
+            )
         parts = [
             p for _, p in object_parts(value, known=self.nodes) if isinstance(p, torch.Tensor) or id(p) in self.nodes
         ]
@@ -523,6 +569,20 @@ def trace(
                 return tracer
             except WritesIntoInputError as error:
                 copied |= {error.path}
+                _refuse_aliases(model, inputs, error.path)
+
+
+def _refuse_aliases(model: nn.Module, inputs: CallInputs, path: str) -> None:
+    """The write goes to a copy, which other inputs in the same memory would not see."""
+    written = inputs.tensors[path]
+    if written.device.type == "meta":
+        return
+    for other, tensor in inputs.tensors.items():
+        if other != path and tensor.device.type != "meta" and storage_key(tensor) == storage_key(written):
+            raise CaptureError(
+                f"the forward of {type(model).__name__} writes in place into the input {path!r}, which shares its memory with "
+                f"{other!r}. Pass a copy of one of them."
+            )
 
 
 def model_line() -> str:
