@@ -35,7 +35,9 @@ def parser(description: str, output: str) -> argparse.ArgumentParser:
     flags.add_argument("--variant", help="of the checkpoint's files, for example fp16")
     flags.add_argument("--pipeline-parallel-size", type=int, metavar="STAGES", help="default: all launched processes")
     flags.add_argument("--cfg-parallel-size", type=int, default=1, metavar="REPLICAS")
-    flags.add_argument("--schedule", choices=SCHEDULES, default="rolling")
+    flags.add_argument(
+        "--schedule", choices=SCHEDULES, help="default: gpipe for several prompts on one line of stages, else rolling"
+    )
     flags.add_argument("--partitioner", choices=["balanced", "uniform"], default="balanced")
     flags.add_argument("--partition", help="blocks per stage, for example 8,12,12,8")
     flags.add_argument(
@@ -52,7 +54,7 @@ def load(args: argparse.Namespace) -> Any:
         partitioner=args.partitioner,
         partition=args.partition,
         microbatches=len(args.prompt) if args.microbatches is None else args.microbatches,
-        schedule=args.schedule,
+        schedule=args.schedule or ("gpipe" if len(args.prompt) > 1 and args.cfg_parallel_size == 1 else "rolling"),
     )
     return load_pipeline(args.model, config, dtype=DTYPES[args.dtype] if args.dtype else None, variant=args.variant)
 

@@ -91,9 +91,12 @@ def test_bfloat16_weights_give_the_same(ranks: RankPool, folders: dict[str, Path
         assert torch.equal(result, expected)
 
 
-@pytest.mark.parametrize("name", ["wan", "flux", "sd3"])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [("wan", "gpipe"), ("flux", "gpipe"), ("sd3", "gpipe"), ("wan", "rolling"), ("sd3", "rolling")],
+)
 def test_prompts_as_microbatches_give_what_each_gives_alone(
-    ranks: RankPool, folders: dict[str, Path], name: str
+    ranks: RankPool, folders: dict[str, Path], name: str, schedule: str
 ) -> None:
     prompts = ["a red cat", "a blue dog", "the moon"]
     negative = CALLS[name].get("negative_prompt")
@@ -102,7 +105,14 @@ def test_prompts_as_microbatches_give_what_each_gives_alone(
         changes["negative_prompt"] = [negative] * len(prompts)
     plain = diffusers.DiffusionPipeline.from_pretrained(folders[name])
     expected = generate(plain, name, **changes)
-    config = dict(pipeline_parallel_size=2, microbatches=len(prompts))
+    config = dict(pipeline_parallel_size=2, microbatches=len(prompts), schedule=schedule)
     for result in ranks.run(2, loaded, folders[name], name, config, changes):
         # The text encoders see the whole batch in both runs; in the transformer a smaller batch may round differently.
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gpipe_without_microbatches_gives_what_one_process_gives(ranks: RankPool, folders: dict[str, Path]) -> None:
+    expected = generate(diffusers.DiffusionPipeline.from_pretrained(folders["wan"]), "wan")
+    config = dict(pipeline_parallel_size=2, schedule="gpipe")
+    for result in ranks.run(2, loaded, folders["wan"], "wan", config, {}):
+        assert torch.equal(result, expected)
