@@ -1,6 +1,5 @@
 """The captured forward as a graph of block calls and glue, with what each value depends on."""
 
-import inspect
 import math
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.capture.chain import main_chain
 from dit_pipelining.capture.code import compile_nodes
 from dit_pipelining.capture.kept import KeptFunction
-from dit_pipelining.capture.signature import CallInputs, flatten_inputs
+from dit_pipelining.capture.signature import CallInputs, first_argument, flatten_inputs
 from dit_pipelining.capture.trace import Tracer, trace
 from dit_pipelining.capture.values import CHANGES_EACH_STEP, Questions
 from dit_pipelining.errors import BlocksNotFoundError, CaptureError
@@ -153,7 +152,7 @@ def capture(
     _refuse_hooks(model)
     inputs = flatten_inputs(kwargs)
     forward = forward or model.forward
-    main_input = next(iter(inspect.signature(forward).parameters), "")
+    main_input = first_argument(forward)
     tracer = trace(model, forward, names, inputs, main_input, count_flops)
     questions = _questions(tracer)
     live = _live_nodes(tracer.graph, tracer.output)

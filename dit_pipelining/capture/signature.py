@@ -69,6 +69,11 @@ def bind(forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
     return named
 
 
+def first_argument(forward: Any) -> str:
+    """Name of a forward's first argument, which holds the latents."""
+    return next(iter(inspect.signature(forward).parameters), "")
+
+
 def flatten_inputs(kwargs: Mapping[str, Any]) -> CallInputs:
     """Flatten keyword arguments and compute their signature.
 

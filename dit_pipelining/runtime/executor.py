@@ -8,7 +8,7 @@ from torch import nn
 
 from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.capture.graph import BlockGraph, CaptureCache
-from dit_pipelining.capture.signature import CallInputs, bind
+from dit_pipelining.capture.signature import CallInputs, bind, first_argument
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.costs.model_costs import model_costs
 from dit_pipelining.lowering.boundary import StagePlan
@@ -56,12 +56,15 @@ class TransformerExecutor:
         )
         self._fill_stage = fill_stage
         self._gpipe: GPipe | None = None
+        latents = first_argument(model.forward)
+        self._over_replicas = Cutter(latents, config.cfg_parallel_size)
+        self._along_stages = Cutter(latents, config.microbatches)
 
     def __call__(self, kwargs: Mapping[str, Any]) -> Any:
         """Run one call of the forward; returns on every rank what the unsplit transformer returns."""
         kwargs = resolved(dict(kwargs))
-        split = self.split or self._split(kwargs)
         parts = [part for own in self._over_replicas.cut(kwargs) for part in self._along_stages.cut(own)]
+        split = self.split or self._split(parts[0])
         calls = [split.resolve(part) for part in parts]
         return merge(self._run_gpipe(calls) if self._gpipe is not None else [self._submit(*call) for call in calls])
 
@@ -94,8 +97,6 @@ class TransformerExecutor:
         costs = model_costs(graph, self.model)
         partition = resolve_partition(self.config.partitioner, costs, ranks, counts=self.counts)
         stage = self.rolling.mesh.stage
-        self._over_replicas = Cutter(graph.main_input, self.config.cfg_parallel_size)
-        self._along_stages = Cutter(graph.main_input, self.config.microbatches)
         self.split = SplitModel(
             self.model, self._captures, graph, partition, lambda plans: self._fill_stage(plans[stage])
         )
