@@ -44,7 +44,6 @@ class TransformerExecutor:
     def __init__(
         self, name: str, model: nn.Module, config: ParallelConfig, rolling: Rolling, fill_stage: FillStage
     ) -> None:
-        self.name = name
         self.model = model
         self.config = config
         self.rolling = rolling

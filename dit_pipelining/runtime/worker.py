@@ -27,6 +27,9 @@ from dit_pipelining.torch_internals import autocast_state, version
 SENDS_IN_FLIGHT = 8
 """Sends that may be unfinished: gloo keeps a sent tensor until its work is waited for, and polling it leaks."""
 
+SECONDS_TO_LEAVE = 60.0
+"""How long a rank that leaves waits for its last transfers: another rank may have failed and never take them."""
+
 
 class StageFailedError(RuntimeError):
     """The stage of this rank raised; the cause is attached."""
@@ -95,7 +98,7 @@ class StageWorker:
         """Run what is left, finish all sends, end the thread. After an error nothing is waited for."""
         self._jobs.put(None)
         if self.error is None:
-            self._thread.join()
+            self._thread.join(SECONDS_TO_LEAVE)
 
     def _work(self) -> None:
         with torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
