@@ -13,6 +13,7 @@ from dit_pipelining.capture.signature import bind
 from dit_pipelining.comm.launch import join, launched_rank, launched_world_size
 from dit_pipelining.config import ParallelConfig, check_partitioner, check_positive, early_counts_check
 from dit_pipelining.costs.model_costs import model_costs
+from dit_pipelining.costs.timing import TimingChoice, find_timing
 from dit_pipelining.errors import ConfigError, InputError, NotATransformerError
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.runtime.executor import check_counts
@@ -44,6 +45,7 @@ def split_model(
     partitioner: str | Partitioner = "balanced",
     counts: Sequence[int] | str | None = None,
     ranks: Sequence[RankSpec] | None = None,
+    profile: TimingChoice | None = None,
     blocks: Sequence[str] | None = None,
 ) -> SplitModel:
     """Cut a diffusion transformer into pipeline stages at block boundaries.
@@ -57,6 +59,8 @@ def split_model(
             VLLM_PP_LAYER_PARTITION beats it.
         counts: blocks per stage, for example `[8, 12, 12, 8]` or `"8,12,12,8"`; beats the variable.
         ranks: speed, memory and links of the rank of each stage. Default: equal ranks without limits.
+        profile: what seconds per block are taken from: a file of `dit-pipelining profile`, or a device such as `"h200"`.
+            Default: FLOPs.
         blocks: names of the model's blocks or block lists. Default: found by `find_blocks`.
 
     Returns:
@@ -64,7 +68,8 @@ def split_model(
 
     Raises:
         NotATransformerError, BlocksNotFoundError: there is nothing to cut.
-        ConfigError: `num_stages` is no positive integer, there is no such partitioner, or `ranks` is not one per stage.
+        ConfigError: `num_stages` is no positive integer, there is no such partitioner or profile, or `ranks` is not one per
+            stage.
         InputError: the example inputs do not fit the forward.
         CaptureError: the forward's glue cannot be recorded; names the line.
         PartitionError: the counts or the number of stages do not fit the model.
@@ -80,10 +85,11 @@ def split_model(
         raise InputError(
             f"example_inputs is a {type(example_inputs).__name__}; give the keyword arguments of one call as a dict."
         )
-    captures = CaptureCache(model, blocks, count_flops=True)
+    timing = find_timing(profile)
+    captures = CaptureCache(model, blocks, count_work=True)
     graph = captures.get(bind(model.forward, (), example_inputs))
     partition = resolve_partition(
-        partitioner, model_costs(graph, model), ranks or [RankSpec()] * num_stages, counts=counts
+        partitioner, model_costs(graph, model, timing), ranks or [RankSpec()] * num_stages, counts=counts
     )
     return SplitModel(model, captures, graph, partition)
 
@@ -188,6 +194,7 @@ def parallelize(pipeline: Any, config: ParallelConfig) -> Any:
 
 def _check_splits(config: ParallelConfig, models: Mapping[str, nn.Module]) -> None:
     config.check_components(models)
+    find_timing(config.profile)
     for name, model in models.items():
         check_counts(config, name, model)
 

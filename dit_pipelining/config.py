@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from dit_pipelining.errors import ConfigError, WorldSizeError
 from partitioners import (
@@ -26,7 +27,9 @@ class ParallelConfig:
 
     Args:
         pipeline_parallel_size: number of pipeline stages that each transformer is cut into.
-        partitioner: where to cut: `"balanced"` (by FLOPs), `"uniform"`, or a function.
+        partitioner: where to cut: `"balanced"` (by time), `"uniform"`, or a function.
+        profile: what times are taken from: a file of `dit-pipelining profile`, or a device such as `"h200"`, for which they
+            are predicted. Default: FLOPs.
         partition: blocks per stage, for example `"8,12,12,8"`, for every transformer; or by component, for example
             `{"transformer": "8,12,12,8", "transformer_2": "10,10,10,10"}`. Beats VLLM_PP_LAYER_PARTITION, which decides
             for all transformers that have no counts here, and which beats `partitioner`.
@@ -47,6 +50,7 @@ class ParallelConfig:
 
     pipeline_parallel_size: int = 1
     partitioner: str | Partitioner = "balanced"
+    profile: str | Path | None = None
     partition: str | Sequence[int] | Mapping[str, str | Sequence[int]] | None = None
     blocks: Sequence[str] | None = None
     microbatches: int = 1

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 NEEDS_VALUES: tuple[type[BaseException], ...] = (
     DataDependentOutputException,
@@ -29,6 +29,15 @@ NEEDS_VALUES: tuple[type[BaseException], ...] = (
     UnsupportedOperatorException,
 )
 """What a fake tensor raises when an operation would have to look at its values."""
+
+DispatchMode = TorchDispatchMode
+"""A mode that sees every operation that reaches torch's dispatcher."""
+
+
+def is_higher_order(func: Any) -> bool:
+    """Whether the operation is one that calls functions (`cond`, `flex_attention`)."""
+    return isinstance(func, HigherOrderOperator)
+
 
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """The kernel of the CPU behind `scaled_dot_product_attention`."""

@@ -1,6 +1,7 @@
 """The front door: wrong use is refused at once, with what to change, and pipelines say where they come from."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from dit_pipelining.api import ParallelConfig, load_pipeline, parallelize, split_model
 from dit_pipelining.capture import graph as capture_graph
+from dit_pipelining.costs.measured import Measured, MeasuredProfile
 from dit_pipelining.errors import (
     BlocksNotFoundError,
     CheckpointError,
@@ -346,3 +348,35 @@ def test_show_and_load_agree_which_components_are_split(tmp_path: Path) -> None:
 def test_both_names_of_the_dtype_at_once_are_refused(folder: Path, two_ranks: ParallelConfig) -> None:
     with pytest.raises(ConfigError, match="two names of one argument"):
         load_pipeline(folder, two_ranks, dtype=torch.bfloat16, torch_dtype=torch.float16)
+
+
+# ---- profiles ------------------------------------------------------------------------------------------------------
+
+
+def test_measured_seconds_decide_where_to_cut(tmp_path: Path) -> None:
+    model, inputs = (
+        build_model(CASES["FluxTransformer@guidance-batch"]),
+        build_inputs(CASES["FluxTransformer@guidance-batch"]),
+    )
+    double, single = len(model.transformer_blocks), len(model.single_transformer_blocks)
+    profile = MeasuredProfile(
+        model="flux",
+        model_class="FluxTransformer2DModel",
+        device="cpu",
+        dtype="float32",
+        blocks={"FluxTransformerBlock": Measured(float(single)), "FluxSingleTransformerBlock": Measured(float(double))},
+        prologue=Measured(0.0),
+        epilogue=Measured(0.0),
+    )
+    profile.save(tmp_path / "profile.json")
+    # So that all double blocks take as long as all single ones.
+    assert split_model(model, 2, inputs, profile=tmp_path / "profile.json").partition.counts == (double, single)
+    assert split_model(model, 2, inputs, profile=profile).partition.counts == (double, single)
+
+
+def test_an_unknown_profile_is_refused_before_anything_is_loaded(folder: Path, two_ranks: ParallelConfig) -> None:
+    with pytest.raises(ConfigError, match="neither a profile"):
+        load_pipeline(folder, replace(two_ranks, profile="fast-gpu"))
+    case = CASES["WanTransformer3D@batch"]
+    with pytest.raises(ConfigError, match="neither a profile"):
+        split_model(build_model(case), 2, build_inputs(case), profile="fast-gpu")

@@ -133,7 +133,7 @@ def capture(
     kwargs: Mapping[str, Any],
     blocks: Sequence[str] | None = None,
     forward: Callable[..., Any] | None = None,
-    count_flops: bool = False,
+    count_work: bool = False,
 ) -> BlockGraph:
     """Capture `model.forward(**kwargs)`.
 
@@ -142,7 +142,7 @@ def capture(
         kwargs: the call's inputs. Tensor values matter only where the glue looks at them (masks, lengths).
         blocks: names of blocks, see `find_blocks`.
         forward: the bound forward to record. Default: `model.forward`.
-        count_flops: note the floating-point operations of every node, for costs.
+        count_work: note what every node would cost to run, see `trace`.
 
     Raises:
         BlocksNotFoundError: the model has no block list, or the forward calls none of the blocks.
@@ -153,7 +153,7 @@ def capture(
     inputs = flatten_inputs(kwargs)
     forward = forward or model.forward
     main_input = first_argument(forward)
-    tracer = trace(model, forward, names, inputs, main_input, count_flops)
+    tracer = trace(model, forward, names, inputs, main_input, count_work)
     questions = _questions(tracer)
     live = _live_nodes(tracer.graph, tracer.output)
     for node in reversed(list(tracer.graph.nodes)):
@@ -189,7 +189,7 @@ class CaptureCache:
     model: nn.Module
     blocks: Sequence[str] | None = None
     forward: Callable[..., Any] | None = None
-    count_flops: bool = False
+    count_work: bool = False
     before_capture: Callable[[], None] | None = None
     graphs: dict[Hashable, list[BlockGraph]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -203,7 +203,7 @@ class CaptureCache:
                     return graph
             if self.before_capture is not None:
                 self.before_capture()
-            graph = capture(self.model, kwargs, self.blocks, self.forward, self.count_flops)
+            graph = capture(self.model, kwargs, self.blocks, self.forward, self.count_work)
             known.append(graph)
             return graph
 

@@ -35,9 +35,9 @@ import numpy
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from dit_pipelining.capture import replay
+from dit_pipelining.capture.counting import WorkCounter
 from dit_pipelining.capture.sandbox import (
     CAPTURE_LOCK,
     collected_lora_scales,
@@ -58,7 +58,6 @@ from dit_pipelining.capture.structure import is_namedtuple, tensors_in
 from dit_pipelining.capture.values import ValueNeededError, Values
 from dit_pipelining.errors import CaptureError
 from dit_pipelining.torch_internals import (
-    CPU_ATTENTION,
     NEEDS_VALUES,
     autocast_state,
     is_fake,
@@ -101,15 +100,6 @@ RANDOM = frozenset(
 """Names of torch's functions that draw random numbers, and, with an underscore, of methods that fill a tensor."""
 
 
-def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    batch, heads, queries, dim = query
-    return 2 * batch * heads * queries * key[-2] * (dim + value[-1])
-
-
-CPU_ATTENTION_FLOPS = {CPU_ATTENTION: _attention_flops}
-"""torch's counter knows the attention kernels of GPUs only."""
-
-
 class Tracer(TorchFunctionMode):
     """Records one call of `model.forward`. Use `trace`.
 
@@ -127,7 +117,7 @@ class Tracer(TorchFunctionMode):
         inputs: CallInputs,
         main_input: str,
         copied: frozenset[str],
-        count_flops: bool,
+        count_work: bool,
     ) -> None:
         super().__init__()
         self.model = model
@@ -152,8 +142,7 @@ class Tracer(TorchFunctionMode):
         self.values = Values(self)
         self.inside_opaque = False
         self.ambient = _ambient()
-        self.flop_counter = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION_FLOPS) if count_flops else None
-        self.flops_before = 0
+        self.counter = WorkCounter() if count_work else None
 
     # ---- the run ------------------------------------------------------------------------------------------------------
 
@@ -173,7 +162,7 @@ class Tracer(TorchFunctionMode):
             torch.inference_mode(False),
             torch.no_grad(),
             self.fake_mode,
-            self.flop_counter or nullcontext(),
+            self.counter or nullcontext(),
         ):
             leaves = self._place_inputs()
             kwargs = rebuild_inputs(self.inputs.kwargs, leaves)
@@ -245,7 +234,7 @@ class Tracer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.inside_opaque or torch.compiler.is_compiling() or _is_plain_property(func):
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
         if _is_random(func, kwargs):
             raise CaptureError(
                 f"the forward of {type(self.model).__name__} draws random numbers at {model_line()}. Ranks would draw "
@@ -256,7 +245,7 @@ class Tracer(TorchFunctionMode):
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args, kwargs))
         versions = [(t, version(t)) for t in tensors_in((args, kwargs))]
         try:
-            result = func(*args, **kwargs)
+            result = self._run(func, args, kwargs)
         except NEEDS_VALUES:
             result = self._answer(func, args, kwargs)
         except RuntimeError as error:  # .numpy() of a fake tensor, or np.asarray
@@ -273,6 +262,11 @@ class Tracer(TorchFunctionMode):
             self._know_result(result, node, written)
         return result
 
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.counter is not None and func is torch.nn.functional.scaled_dot_product_attention:
+            return self.counter.run_attention(func, args, kwargs)
+        return func(*args, **kwargs)
+
     def create(self, operation: replay.Operation, args: Any, kwargs: Any) -> fx.Node:
         node_args, node_kwargs = self._to_nodes(tuple(args)), self._to_nodes(dict(kwargs))
         kind, target = operation
@@ -285,15 +279,15 @@ class Tracer(TorchFunctionMode):
                 kind, target = "call_function", replay.method(target)
             target = replay.under_autocast(target, ambient)
         node = self.graph.create_node(kind, target, node_args, node_kwargs)
-        if self.flop_counter is not None:
-            node.meta["flops"] = self.flop_counter.get_total_flops() - self.flops_before
-            self._skip_flops()
+        if self.counter is not None:
+            node.meta["work"] = self.counter.taken()
+            node.meta["flops"] = node.meta["work"].flops
         return node
 
-    def _skip_flops(self) -> None:
+    def _skip_work(self) -> None:
         """What has been counted so far belongs to no later node."""
-        if self.flop_counter is not None:
-            self.flops_before = self.flop_counter.get_total_flops()
+        if self.counter is not None:
+            self.counter.start()
 
     def _know_result(self, result: Any, node: fx.Node, written: list[torch.Tensor]) -> None:
         """Name every tensor whose memory the node wrote into, and the tensors in its result."""
@@ -358,7 +352,7 @@ class Tracer(TorchFunctionMode):
             return self.plain_call(module, *args, **kwargs)
         versions = [(t, version(t)) for t in tensors_in((args, kwargs))]
         name = self.modules[id(module)]
-        self._skip_flops()
+        self._skip_work()
         node_arguments = self._to_nodes(args), self._to_nodes(kwargs)  # as they are before the call changes them
         self._refuse_changed_objects((args, kwargs))
         self.inside_opaque = True
@@ -398,14 +392,14 @@ class Tracer(TorchFunctionMode):
         """
         self.inside_opaque = False
         self.opaque.remove(id(module))
-        self._skip_flops()
-        flops_before, counter, self.flop_counter = self.flops_before, self.flop_counter, None
+        self._skip_work()
+        counter, self.counter = self.counter, None  # what is recorded of the inside takes no part of the block's work
         try:
             with self.values.stand_ins():
                 result = self.plain_call(module, *args, **kwargs)
         finally:
             self.opaque.add(id(module))
-            self.flops_before, self.flop_counter = flops_before, counter
+            self.counter = counter
         given = {id(tensor) for tensor in tensors_in((args, kwargs))}
         for tensor in tensors_in(result):
             if id(tensor) not in given:
@@ -550,11 +544,12 @@ def trace(
     blocks: Iterable[str],
     inputs: CallInputs,
     main_input: str,
-    count_flops: bool = False,
+    count_work: bool = False,
 ) -> Tracer:
     """Record one call of `forward`, a bound method of `model`, with `blocks` as opaque calls.
 
-    With `count_flops` every node carries its floating-point operations in `meta["flops"]`.
+    With `count_work` every node carries what it would cost to run in `meta["work"]`, and of that the floating-point
+    operations in `meta["flops"]`.
 
     Raises:
         CaptureError: the glue does something that cannot be recorded; names the model's line.
@@ -563,7 +558,7 @@ def trace(
     copied: frozenset[str] = frozenset()
     with CAPTURE_LOCK:
         while True:
-            tracer = Tracer(model, blocks, inputs, main_input, copied, count_flops)
+            tracer = Tracer(model, blocks, inputs, main_input, copied, count_work)
             try:
                 tracer.run(forward)
                 return tracer

@@ -1,18 +1,74 @@
 """From a captured graph to the plain numbers that partitioners work on."""
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 from torch import fx, nn
 
+from dit_pipelining.capture.counting import Operation, Work
 from dit_pipelining.capture.graph import BlockGraph, value_bytes
+from dit_pipelining.costs.kinds import block_kinds
 from partitioners import BlockCost, ModelCosts
 
 NOMINAL_FLOPS_PER_SECOND = 4e14
-"""Turns FLOPs into seconds where nothing was measured: about what large bf16 matrix products reach on an H100-class GPU.
+"""Turns FLOPs into seconds where no device is named: about what large bf16 matrix products reach on an H100-class GPU.
 A partition depends on ratios only."""
 
 NOTHING = (0, 0)
 """Size of a tensor that is a plain attribute: no weight, and on every rank."""
+
+
+@dataclass(frozen=True, eq=False)
+class Section:
+    """What a partitioner cannot cut: a block of the main chain with what counts with it, or the glue before or after.
+
+    Attributes:
+        place: `prologue`, `block` or `epilogue`.
+        nodes: of the captured graph, in execution order.
+        kinds: the kind of every block among them, see `block_kinds`.
+        counted: whether the work of the blocks is known.
+        elements: of the parameters that it uses.
+    """
+
+    place: str
+    nodes: Sequence[fx.Node]
+    kinds: Mapping[fx.Node, str]
+    counted: bool
+    elements: int
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations; where they are not known, two for each parameter, as for one token."""
+        return sum(map(node_flops, self.nodes)) if self.counted else 2 * self.elements
+
+    @cached_property
+    def operations(self) -> Counter[Operation]:
+        """How often each operation occurs."""
+        total: Counter[Operation] = Counter()
+        for node in self.nodes:
+            total.update(node.meta.get("work", Work()).operations)
+        return total
+
+    @property
+    def activation_bytes(self) -> int:
+        """Memory of what its fullest node is given and makes."""
+        return max(map(_activation_bytes, self.nodes), default=0)
+
+
+class Timing(Protocol):
+    """How long a section takes: from a device's data sheet (`Roofline`) or measured (`MeasuredProfile`)."""
+
+    def seconds(self, section: Section) -> float: ...
+
+
+class NominalRate:
+    """FLOPs at one rate: enough to cut a model for equal devices."""
+
+    def seconds(self, section: Section) -> float:
+        return section.flops / NOMINAL_FLOPS_PER_SECOND
 
 
 def weight_sizes(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -31,13 +87,21 @@ def weight_sizes(model: nn.Module) -> dict[str, tuple[int, int]]:
     return sizes
 
 
-def model_costs(graph: BlockGraph, model: nn.Module) -> ModelCosts:
+def model_costs(graph: BlockGraph, model: nn.Module, timing: Timing | None = None) -> ModelCosts:
     """Costs of each block of the main chain and of the glue before and after.
 
     Glue and side blocks between two blocks of the chain count with the block before them; glue after the last block is
-    the epilogue. Seconds are FLOPs at a nominal rate; where the FLOPs of a block are not known (not counted, or inside flex
-    attention), parameters stand in for them (two FLOPs each for one token).
+    the epilogue.
+
+    Args:
+        graph: of the model's forward, captured with `count_work`.
+        model: with weights or without.
+        timing: how long each part takes. Default: FLOPs at a nominal rate.
+
+    Raises:
+        ConfigError: the timing does not know these blocks.
     """
+    timing = timing or NominalRate()
     sizes = weight_sizes(model)
     chain = {node: i for i, node in enumerate(graph.blocks)}
     last = len(graph.blocks) - 1
@@ -47,21 +111,35 @@ def model_costs(graph: BlockGraph, model: nn.Module) -> ModelCosts:
         after_all_blocks = level[node] == last and node not in chain
         groups.setdefault(last + 1 if after_all_blocks else level[node], []).append(node)
     crossing = _crossing_bytes(graph, level, len(graph.blocks))
-    counted = all(node.meta.get("flops") for node in graph.blocks)
+    counted = all(map(node_flops, graph.blocks))
+    kinds = block_kinds(graph, model)
 
     def cost(index: int) -> BlockCost:
         nodes = groups.get(index, [])
         elements, size = _weights(nodes, sizes, graph)
-        flops = sum(node.meta.get("flops", 0) for node in nodes)
+        place = "prologue" if index < 0 else "block" if index <= last else "epilogue"
+        section = Section(place, nodes, kinds, counted, elements)
         return BlockCost(
-            seconds=(flops if counted else 2 * elements) / NOMINAL_FLOPS_PER_SECOND,
+            seconds=timing.seconds(section),
             parameter_bytes=size,
-            activation_bytes=max((value_bytes(node) for node in nodes), default=0),
+            activation_bytes=section.activation_bytes,
             boundary_bytes=crossing.get(index, 0),
-            flops=flops,
+            flops=sum(map(node_flops, nodes)),
         )
 
     return ModelCosts(blocks=tuple(cost(i) for i in range(last + 1)), prologue=cost(-1), epilogue=cost(last + 1))
+
+
+def node_flops(node: fx.Node) -> int:
+    """Floating-point operations of one node; 0 where they were not counted."""
+    flops: int = node.meta.get("flops", 0)
+    return flops
+
+
+def _activation_bytes(node: fx.Node) -> int:
+    """Memory while a node runs: what it is given, and what it makes, at its fullest."""
+    given = sum(value_bytes(source) for source in node.all_input_nodes if source.op != "get_attr")
+    return given + max(node.meta.get("work", Work()).peak_bytes, value_bytes(node))
 
 
 def _levels(graph: BlockGraph, chain: Mapping[fx.Node, int]) -> dict[fx.Node, int]:

@@ -11,6 +11,7 @@ from dit_pipelining.capture.graph import BlockGraph, CaptureCache
 from dit_pipelining.capture.signature import CallInputs, bind, first_argument
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.costs.model_costs import model_costs
+from dit_pipelining.costs.timing import find_timing
 from dit_pipelining.lowering.boundary import StagePlan
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.lowering.stage import StageModule
@@ -50,8 +51,9 @@ class TransformerExecutor:
         self.device = rolling.device
         self.split: SplitModel | None = None
         self.counts = check_counts(config, name, model)
+        self.timing = find_timing(config.profile)
         self._captures = CaptureCache(
-            model, config.blocks, model.forward, count_flops=True, before_capture=rolling.worker.drain
+            model, config.blocks, model.forward, count_work=True, before_capture=rolling.worker.drain
         )
         self._fill_stage = fill_stage
         self._gpipe: GPipe | None = None
@@ -93,7 +95,7 @@ class TransformerExecutor:
         kwargs = bind(self.model.forward, (), kwargs)
         graph = self._captures.get(kwargs)
         ranks = [RankSpec()] * self.config.pipeline_parallel_size
-        costs = model_costs(graph, self.model)
+        costs = model_costs(graph, self.model, self.timing)
         partition = resolve_partition(self.config.partitioner, costs, ranks, counts=self.counts)
         stage = self.rolling.mesh.stage
         self.split = SplitModel(

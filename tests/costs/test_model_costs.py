@@ -25,7 +25,7 @@ class Captured:
 
 
 def captured(model: nn.Module, inputs: dict[str, Any]) -> Captured:
-    graph = capture(model, inputs, count_flops=True)
+    graph = capture(model, inputs, count_work=True)
     return Captured(model, graph, model_costs(graph, model))
 
 

@@ -74,7 +74,7 @@ def test_a_recipe_gives_what_the_pipeline_was_recorded_to_pass(name):
 def test_a_captured_preset_has_the_flops_of_its_eager_forward(name):
     known = preset(name)
     model = build_weightless(transformer_class(known.model_class), known.config)
-    graph = capture(model, build_inputs(known.inputs), count_flops=True)
+    graph = capture(model, build_inputs(known.inputs), count_work=True)
     assert sum(node.meta.get("flops", 0) for node in graph.nodes) == known.flops
     assert len(graph.blocks) + len(graph.side_blocks) >= sum(known.blocks.values())
 
