@@ -18,7 +18,7 @@ from dit_pipelining.errors import ConfigError, InputError, NotATransformerError
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.runtime.executor import check_counts
 from dit_pipelining.runtime.parallel import from_checkpoint, from_memory, spread
-from dit_pipelining.runtime.requests import run_requests
+from dit_pipelining.runtime.requests import OnOutput, run_requests
 from dit_pipelining.weights.load import check_tensors
 from dit_pipelining.weights.pipelines import (
     DtypeChoice,
@@ -199,7 +199,13 @@ def _check_splits(config: ParallelConfig, models: Mapping[str, nn.Module]) -> No
         check_counts(config, name, model)
 
 
-def generate(pipeline: Any, requests: Sequence[Mapping[str, Any]], *, max_in_flight: int | None = None) -> list[Any]:
+def generate(
+    pipeline: Any,
+    requests: Sequence[Mapping[str, Any]],
+    *,
+    max_in_flight: int | None = None,
+    on_output: OnOutput | None = None,
+) -> list[Any]:
     """Run several calls of a pipeline side by side, so that no stage waits while another request has work for it.
 
     With twice as many equal requests as stages there is no bubble between denoising steps. Requests may differ in
@@ -210,11 +216,14 @@ def generate(pipeline: Any, requests: Sequence[Mapping[str, Any]], *, max_in_fli
         pipeline: from `load_pipeline` or `parallelize`, on every rank; a plain pipeline runs them one after the other.
         requests: arguments of the pipeline's calls, the same on every rank.
         max_in_flight: requests at a time. Default: all.
+        on_output: called on every rank with the number and the output of each request as soon as it is complete; what it
+            returns is kept in place of the output, so that long lists need not stay in memory. The other requests go on
+            when it returns: leave slow work, such as writing a video, to a thread.
 
     Returns:
-        what each call returns, in order; bit for bit what it returns alone.
+        what each call returns, in order; bit for bit what it returns alone. With `on_output`, what that returned.
 
     Raises:
         InputError: a request is no dict.
     """
-    return run_requests(pipeline, requests, max_in_flight)
+    return run_requests(pipeline, requests, max_in_flight, on_output)

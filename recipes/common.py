@@ -2,61 +2,88 @@
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from contact_sheet import contact_sheet
 from diffusers.utils import export_to_gif, export_to_video
 
 from dit_pipelining.api import ParallelConfig, load_pipeline
 from dit_pipelining.comm.launch import launched_rank, launched_world_size
 from dit_pipelining.config import SCHEDULES
 from dit_pipelining.errors import USER_ERRORS, ConfigError
+from dit_pipelining.runtime.report import print_split
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def parser(description: str, output: str) -> argparse.ArgumentParser:
-    """Flags of all recipes. Those left out mean the model's own defaults."""
-    flags = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--model", required=True, help="a diffusers pipeline's folder, or a hub id")
+    """Flags of the recipes that take prompts from the command line. Those left out mean the model's own defaults."""
+    flags = base_parser(description)
     flags.add_argument("--prompt", required=True, nargs="+", help="one prompt, or several that run as microbatches")
-    flags.add_argument("--negative-prompt")
-    flags.add_argument("--width", type=int)
-    flags.add_argument("--height", type=int)
-    flags.add_argument("--num-inference-steps", type=int)
-    flags.add_argument("--guidance-scale", type=float)
-    flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--output", type=Path, default=Path(output), help="several prompts add -0, -1, ... to the name")
-    flags.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights; default: as diffusers loads them")
-    flags.add_argument("--variant", help="of the checkpoint's files, for example fp16")
-    flags.add_argument("--pipeline-parallel-size", type=int, metavar="STAGES", help="default: all launched processes")
-    flags.add_argument("--cfg-parallel-size", type=int, default=1, metavar="REPLICAS")
     flags.add_argument(
         "--schedule", choices=SCHEDULES, help="default: gpipe for several prompts on one line of stages, else rolling"
     )
-    flags.add_argument("--partitioner", choices=["balanced", "uniform"], default="balanced")
-    flags.add_argument("--partition", help="blocks per stage, for example 8,12,12,8")
     flags.add_argument(
         "--microbatches", type=int, help="parts a batch is cut into along the stages; default: one per prompt"
     )
     return flags
 
 
-def load(args: argparse.Namespace) -> Any:
-    """The pipeline over the ranks of this launch."""
-    config = ParallelConfig(
+def base_parser(description: str) -> argparse.ArgumentParser:
+    """Flags of all recipes: the model, what it makes, and how it is spread over the processes."""
+    flags = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--model", required=True, help="a diffusers pipeline's folder, or a hub id")
+    flags.add_argument("--negative-prompt")
+    flags.add_argument("--width", type=int)
+    flags.add_argument("--height", type=int)
+    flags.add_argument("--num-inference-steps", type=int)
+    flags.add_argument("--guidance-scale", type=float)
+    flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights; default: as diffusers loads them")
+    flags.add_argument("--variant", help="of the checkpoint's files, for example fp16")
+    flags.add_argument("--pipeline-parallel-size", type=int, metavar="STAGES", help="default: all launched processes")
+    flags.add_argument("--cfg-parallel-size", type=int, default=1, metavar="REPLICAS")
+    flags.add_argument("--partitioner", choices=["balanced", "uniform"], default="balanced")
+    flags.add_argument("--partition", help="blocks per stage, for example 8,12,12,8")
+    return flags
+
+
+def video_flags(flags: argparse.ArgumentParser) -> None:
+    """Flags of what is made of frames."""
+    flags.add_argument("--num-frames", type=int)
+    flags.add_argument("--fps", type=int, default=16, help="of the file; the model does not know it")
+    flags.add_argument("--contact-sheet", action="store_true", help="also save the frames side by side, as PNG")
+
+
+def load(args: argparse.Namespace, **options: Any) -> Any:
+    """The pipeline over the ranks of this launch, for the flags of `parser`; options as for `load_pipeline`."""
+    schedule = "gpipe" if len(args.prompt) > 1 and args.cfg_parallel_size == 1 else "rolling"
+    microbatches = len(args.prompt) if args.microbatches is None else args.microbatches
+    config = parallel_config(args, schedule=args.schedule or schedule, microbatches=microbatches)
+    return load_with(args, config, **options)
+
+
+def parallel_config(args: argparse.Namespace, **more: Any) -> ParallelConfig:
+    """The degrees and the partition of the flags, and more fields of `ParallelConfig`."""
+    return ParallelConfig(
         pipeline_parallel_size=args.pipeline_parallel_size or max(launched_world_size() // args.cfg_parallel_size, 1),
         cfg_parallel_size=args.cfg_parallel_size,
         partitioner=args.partitioner,
         partition=args.partition,
-        microbatches=len(args.prompt) if args.microbatches is None else args.microbatches,
-        schedule=args.schedule or ("gpipe" if len(args.prompt) > 1 and args.cfg_parallel_size == 1 else "rolling"),
+        **more,
     )
-    return load_pipeline(args.model, config, dtype=DTYPES[args.dtype] if args.dtype else None, variant=args.variant)
+
+
+def load_with(args: argparse.Namespace, config: ParallelConfig, **options: Any) -> Any:
+    """The pipeline that the flags name, spread as the configuration says."""
+    dtype = DTYPES[args.dtype] if args.dtype else None
+    return load_pipeline(args.model, config, dtype=dtype, variant=args.variant, **options)
 
 
 def run(recipe: Callable[[], None]) -> None:
@@ -100,6 +127,18 @@ def is_main_rank() -> bool:
 def numbered(path: Path, index: int, count: int) -> Path:
     """`out.mp4` for one result, `out-0.mp4`, `out-1.mp4` for several."""
     return path if count == 1 else path.with_stem(f"{path.stem}-{index}")
+
+
+def save_videos(pipeline: Any, videos: Sequence[np.ndarray], args: argparse.Namespace) -> None:
+    """On the first rank: say how the pipeline was split, write the videos, and say where they are."""
+    if not is_main_rank():
+        return
+    print_split(pipeline)
+    for i, frames in enumerate(videos):
+        path = save_video(frames, numbered(args.output, i, len(videos)), args.fps)
+        print(f"video: {path}")
+        if args.contact_sheet:
+            print(f"frames: {contact_sheet(frames, path.with_suffix('.png'), scale=2)}")
 
 
 def save_video(frames: np.ndarray, path: Path, fps: int) -> Path:

@@ -1,6 +1,7 @@
 """Tiny pipelines with random weights in diffusers format, for tests that load from disk."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import (
@@ -11,6 +12,7 @@ from diffusers import (
     FluxTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
 )
@@ -63,10 +65,31 @@ def tokenizer(length: int) -> PreTrainedTokenizerFast:
 def wan(folder: Path, *, experts: int = 1, num_layers: int = 4, seed: int = 0) -> Path:
     """A Wan text-to-video pipeline; two experts as in Wan2.2 with `experts=2`."""
     torch.manual_seed(seed)
-    sizes = dict(
+    transformers = [_wan_transformer(in_channels=4, num_layers=num_layers) for _ in range(experts)]
+    pipeline = WanPipeline(
+        **_wan_components(),
+        transformer=transformers[0],
+        transformer_2=transformers[1] if experts == 2 else None,
+        boundary_ratio=0.5 if experts == 2 else None,
+    )
+    pipeline.save_pretrained(folder, max_shard_size="40KB")  # several files with an index
+    return folder
+
+
+def wan_image_to_video(folder: Path, seed: int = 0) -> Path:
+    """A Wan image-to-video pipeline without an image encoder, as in Wan 2.2: latents, mask and image are channels."""
+    torch.manual_seed(seed)
+    transformer = _wan_transformer(in_channels=4 + 4 + 4, num_layers=4)
+    WanImageToVideoPipeline(**_wan_components(), transformer=transformer).save_pretrained(folder)
+    return folder
+
+
+def _wan_transformer(in_channels: int, num_layers: int) -> torch.nn.Module:
+    model = WanTransformer3DModel(
+        patch_size=(1, 2, 2),
         num_attention_heads=2,
         attention_head_dim=12,
-        in_channels=4,
+        in_channels=in_channels,
         out_channels=4,
         text_dim=32,
         freq_dim=32,
@@ -74,19 +97,17 @@ def wan(folder: Path, *, experts: int = 1, num_layers: int = 4, seed: int = 0) -
         num_layers=num_layers,
         rope_max_seq_len=32,
     )
-    transformers = [_randomised(WanTransformer3DModel(patch_size=(1, 2, 2), **sizes)) for _ in range(experts)]
+    return _randomised(model)
+
+
+def _wan_components() -> dict[str, Any]:
     encoder = UMT5EncoderModel(UMT5Config(vocab_size=32, d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4))
-    pipeline = WanPipeline(
+    return dict(
         tokenizer=tokenizer(32),
         text_encoder=encoder,
         vae=AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], latents_mean=[0.0] * 4, latents_std=[1.0] * 4),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        transformer=transformers[0],
-        transformer_2=transformers[1] if experts == 2 else None,
-        boundary_ratio=0.5 if experts == 2 else None,
     )
-    pipeline.save_pretrained(folder, max_shard_size="40KB")  # several files with an index
-    return folder
 
 
 def flux(folder: Path, seed: int = 0) -> Path:

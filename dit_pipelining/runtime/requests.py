@@ -11,8 +11,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dit_pipelining.errors import InputError
 from dit_pipelining.runtime.attach import rolling_of
 
+OnOutput = Callable[[int, Any], Any]
+"""Takes a request's number and output; what it returns is kept in place of the output."""
 
-def run_requests(pipeline: Any, requests: Sequence[Mapping[str, Any]], max_in_flight: int | None) -> list[Any]:
+
+def run_requests(
+    pipeline: Any, requests: Sequence[Mapping[str, Any]], max_in_flight: int | None, on_output: OnOutput | None
+) -> list[Any]:
     """Run calls of the pipeline side by side; results in order, each what the call alone returns.
 
     Every request runs the pipeline's own code on a shallow copy of the pipeline with schedulers of its own. On a pipeline
@@ -29,19 +34,26 @@ def run_requests(pipeline: Any, requests: Sequence[Mapping[str, Any]], max_in_fl
     rolling = rolling_of(pipeline)
     display = _display(len(requests)) if rolling is None or rolling.mesh.rank == 0 else None
     with display or nullcontext():
-        functions = [_request(pipeline, request, index, display) for index, request in enumerate(requests)]
+        functions = [_request(pipeline, request, index, display, on_output) for index, request in enumerate(requests)]
         if rolling is None:
             return [function() for function in functions]
         return rolling.turns.run(functions, max_in_flight)
 
 
-def _request(pipeline: Any, request: Mapping[str, Any], index: int, display: Progress | None) -> Callable[[], Any]:
+def _request(
+    pipeline: Any, request: Mapping[str, Any], index: int, display: Progress | None, on_output: OnOutput | None
+) -> Callable[[], Any]:
     own = copy.copy(pipeline)
     for name, component in pipeline.components.items():
         if isinstance(component, SchedulerMixin):
             setattr(own, name, copy.deepcopy(component))
     own.__dict__["progress_bar"] = _Bars(display, f"request {index}")
-    return lambda: own(**request)
+
+    def run() -> Any:
+        output = own(**request)
+        return output if on_output is None else on_output(index, output)
+
+    return run
 
 
 class _Bars:

@@ -1,8 +1,5 @@
 """The recipes as a user runs them: two processes write what one process writes."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import imageio.v3 as imageio
@@ -10,17 +7,7 @@ import numpy as np
 import pytest
 
 from tests import checkpoints
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def run(recipe: str, processes: int, *flags: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    command = [*launcher, str(ROOT / "recipes" / recipe), *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+from tests.recipes.launch import run
 
 
 def output_of(recipe: str, processes: int, output: Path, *flags: str) -> np.ndarray:
