@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from partitioners.balanced import balanced
-from partitioners.costs import BlockCost, ModelCosts, RankSpec
+from partitioners.costs import BlockCost, Component, ModelCosts, RankSpec
 from partitioners.errors import (
     CountsError,
     CountsNotIntegersError,
@@ -24,12 +24,23 @@ from partitioners.errors import (
 )
 from partitioners.explicit import ENVIRONMENT, ENVIRONMENT_VARIABLE, counts_from_environment, explicit, parse_counts
 from partitioners.partition import Partition, Partitioner
+from partitioners.rebalance import BlockScheduler
 from partitioners.uniform import uniform
+from partitioners.vae_aware import (
+    Placement,
+    compute_balanced_block_split,
+    default_owners,
+    place,
+    vae_aware,
+    with_components,
+)
 
 __all__ = [
     "ENVIRONMENT_VARIABLE",
     "PARTITIONERS",
     "BlockCost",
+    "BlockScheduler",
+    "Component",
     "CountsError",
     "CountsNotIntegersError",
     "DoesNotFitError",
@@ -40,20 +51,26 @@ __all__ = [
     "Partition",
     "PartitionError",
     "Partitioner",
+    "Placement",
     "RankSpec",
     "TooManyStagesError",
     "UnknownPartitionerError",
     "WrongNumberOfCountsError",
     "WrongSumError",
     "balanced",
+    "compute_balanced_block_split",
     "counts_from_environment",
+    "default_owners",
     "explicit",
     "parse_counts",
+    "place",
     "resolve_partition",
     "uniform",
+    "vae_aware",
+    "with_components",
 ]
 
-PARTITIONERS: dict[str, Partitioner] = {"uniform": uniform, "balanced": balanced}
+PARTITIONERS: dict[str, Partitioner] = {"uniform": uniform, "balanced": balanced, "vae-aware": vae_aware}
 """The partitioners that have a name."""
 
 

@@ -3,19 +3,17 @@
 import math
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
-from typing import TypeAlias
 
 from partitioners.costs import ModelCosts, RankSpec
-from partitioners.errors import DoesNotFitError
+from partitioners.errors import DoesNotFitError, PartitionError
 from partitioners.partition import Partition, check_stages
+from partitioners.stage_costs import StageCost, stage_seconds, stage_shortfalls
 
 TIE_TOLERANCE = 1e-9
 """Bottlenecks this close, relative to the smallest, count as equal: sums of floats differ by more than nothing."""
-
-StageCost: TypeAlias = Callable[[int, int], float]
-"""What blocks start to end cost on one stage. Never grows when start moves towards end."""
 
 
 def balanced(costs: ModelCosts, ranks: Sequence[RankSpec]) -> Partition:
@@ -36,112 +34,57 @@ def balanced(costs: ModelCosts, ranks: Sequence[RankSpec]) -> Partition:
     Raises:
         DoesNotFitError: If no partition fits, with what each rank lacks in the one whose largest shortfall is smallest.
         TooManyStagesError: If there are more ranks than blocks.
-        PartitionError: If there are no ranks.
+        PartitionError: If there are no ranks, or none that may hold blocks.
     """
     check_stages(costs, ranks)
+    if not any(rank.holds_blocks for rank in ranks):
+        raise PartitionError("no rank is left to hold blocks; let one of the ranks hold some, or add a rank")
     if any(rank.memory_bytes is not None for rank in ranks):
-        shortfall_costs = _stage_shortfalls(costs, ranks)
-        shortfall = _smallest_bottleneck(costs.num_blocks, shortfall_costs)
+        shortfall_costs = stage_shortfalls(costs, ranks)
+        shortfall = smallest_bottleneck(costs.num_blocks, shortfall_costs)
         if shortfall > 0:
             counts = _first_of_ties(costs, shortfall_costs, shortfall)
             shortfalls = Partition(counts, allow_empty=True).shortfalls(costs, ranks)
             raise DoesNotFitError(counts, shortfalls, _smallest_num_ranks(costs, ranks))
     else:
         shortfall_costs = None
-    stage_costs = _stage_seconds(costs, ranks, shortfall_costs)
-    seconds = _smallest_bottleneck(costs.num_blocks, stage_costs)
+    stage_costs = stage_seconds(costs, ranks, shortfall_costs)
+    seconds = smallest_bottleneck(costs.num_blocks, stage_costs)
     return Partition(_first_of_ties(costs, stage_costs, seconds * (1 + TIE_TOLERANCE)), allow_empty=True)
 
 
-def _stage_seconds(
-    costs: ModelCosts, ranks: Sequence[RankSpec], shortfalls: Sequence[StageCost] | None
-) -> list[StageCost]:
-    """Per stage, seconds of a run of blocks; infinite where it lacks memory."""
-    num_blocks = costs.num_blocks
-    elapsed = list(accumulate((block.seconds for block in costs.blocks), initial=0.0))
-
-    def of_stage(stage: int, rank: RankSpec) -> StageCost:
-        speed = rank.speed
-        glue = math.fsum(cost.seconds for cost in costs.glue(stage, len(ranks)))
-        besides = [rank.fixed_seconds] * (num_blocks + 1)
-        if stage < len(ranks) - 1:
-            besides = [
-                rank.fixed_seconds + rank.transfer_seconds(costs.boundary_bytes(end)) for end in range(num_blocks + 1)
-            ]
-        first_start = _first_starts(num_blocks, shortfalls[stage]) if shortfalls else [0] * (num_blocks + 1)
-
-        def seconds(start: int, end: int) -> float:
-            if start < first_start[end]:
-                return math.inf
-            return (elapsed[end] - elapsed[start] + glue) / speed + besides[end]
-
-        return seconds
-
-    return [of_stage(stage, rank) for stage, rank in enumerate(ranks)]
-
-
-def _stage_shortfalls(costs: ModelCosts, ranks: Sequence[RankSpec]) -> list[StageCost]:
-    """Per stage, the bytes that a rank lacks for a run of blocks."""
-    weights = list(accumulate((block.parameter_bytes for block in costs.blocks), initial=0))
-    activations = [block.activation_bytes for block in costs.blocks]
-    # peaks[start][end - start]: the largest activation of blocks start to end.
-    peaks = [list(accumulate(activations[start:], max, initial=0)) for start in range(costs.num_blocks + 1)]
-
-    def of_stage(stage: int, rank: RankSpec) -> StageCost:
-        limit = rank.memory_bytes
-        glue = costs.glue(stage, len(ranks))
-        held = sum(cost.parameter_bytes for cost in glue) + costs.replicated_bytes + rank.fixed_bytes
-        glue_peak = max((cost.activation_bytes for cost in glue), default=0)
-
-        def shortfall(start: int, end: int) -> float:
-            if limit is None:
-                return 0
-            need = weights[end] - weights[start] + held + max(peaks[start][end - start], glue_peak)
-            return need - limit if need > limit else 0
-
-        return shortfall
-
-    return [of_stage(stage, rank) for stage, rank in enumerate(ranks)]
-
-
-def _first_starts(num_blocks: int, shortfall: StageCost) -> list[int]:
-    """For each end, the smallest start from which the blocks fit; end + 1 where not even an empty stage fits."""
-    starts = []
-    start = 0
-    for end in range(num_blocks + 1):
-        while start <= end and shortfall(start, end) > 0:
-            start += 1
-        starts.append(start)
-    return starts
-
-
-def _smallest_bottleneck(num_blocks: int, stage_costs: Sequence[StageCost]) -> float:
+def smallest_bottleneck(num_blocks: int, stage_costs: Sequence[StageCost]) -> float:
     """The smallest possible largest stage cost, empty stages included."""
     first, *others = stage_costs
     best = [first(0, end) for end in range(num_blocks + 1)]
     for stage_cost in others:
         floors = list(accumulate(best, min))
-        best = [_smallest_with_last_stage(best, floors, stage_cost, end) for end in range(num_blocks + 1)]
+        best = [best_last_start(best, floors, stage_cost, end)[0] for end in range(num_blocks + 1)]
     return best[num_blocks]
 
 
-def _smallest_with_last_stage(best: Sequence[float], floors: Sequence[float], stage_cost: StageCost, end: int) -> float:
-    """The smallest bottleneck of the first `end` blocks.
+def best_last_start(
+    best: Sequence[float], floors: Sequence[float], stage_cost: StageCost, end: int, bound: float = math.inf
+) -> tuple[float, int]:
+    """The smallest bottleneck of the first `end` blocks, and where the last stage starts for that.
 
     Args:
         best: The smallest bottleneck of the stages before the last, for each start of the last.
         floors: For each start, the smallest of `best` up to there.
         stage_cost: The last stage's.
         end: Where the last stage ends.
+        bound: What is known to be possible; if nothing is smaller, this is returned, with `end`.
     """
-    smallest = math.inf
+    smallest, chosen = bound, end
     for start in range(end, -1, -1):
         cost = stage_cost(start, end)
         # Every smaller start costs this stage as much or more, and the stages before it as much as the floor or more.
         if cost >= smallest or floors[start] >= smallest:
             break
-        smallest = min(smallest, max(cost, best[start]))
-    return smallest
+        value = max(cost, best[start])
+        if value < smallest:
+            smallest, chosen = value, start
+    return smallest, chosen
 
 
 # [Note: ties as one integer]
@@ -193,8 +136,9 @@ def _smallest_num_ranks(costs: ModelCosts, ranks: Sequence[RankSpec]) -> int | N
     rank = ranks[0]
     if any((other.memory_bytes, other.fixed_bytes) != (rank.memory_bytes, rank.fixed_bytes) for other in ranks):
         return None
-    only = _stage_shortfalls(costs, [rank])[0]
-    first, middle, last = _stage_shortfalls(costs, [rank] * 3)
+    rank = replace(rank, holds_blocks=True)
+    only = stage_shortfalls(costs, [rank])[0]
+    first, middle, last = stage_shortfalls(costs, [rank] * 3)
     num_blocks = costs.num_blocks
     if only(0, num_blocks) == 0:
         return 1

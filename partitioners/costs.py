@@ -48,6 +48,38 @@ NOTHING = BlockCost(seconds=0.0)
 
 
 @dataclass(frozen=True)
+class Component:
+    """Something besides the transformer that one rank holds and runs: a text encoder, a VAE.
+
+    Args:
+        name: Such as `vae`.
+        seconds: Time per transformer call that it takes on a rank of speed 1: of the whole run, its share of one step.
+        bytes: That it takes in memory.
+        rank: The rank that holds it; None: the one where it is best. Negative numbers count from the last rank.
+        preferred_rank: Where it goes if that is as good as anywhere.
+        alone: Its rank gets no blocks.
+
+    Raises:
+        InvalidCostError: If a number is negative or not finite, or bytes or a rank are not an integer.
+    """
+
+    name: str
+    seconds: float = 0.0
+    bytes: int = 0
+    rank: int | None = None
+    preferred_rank: int = 0
+    alone: bool = False
+
+    def __post_init__(self) -> None:
+        _check_number("Component.seconds", self.seconds)
+        _check_integer("Component.bytes", self.bytes)
+        for field in ("rank", "preferred_rank"):
+            value = getattr(self, field)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                raise InvalidCostError(f"Component.{field}", value, "the number of a rank")
+
+
+@dataclass(frozen=True)
 class ModelCosts:
     """What a model costs.
 
@@ -57,18 +89,25 @@ class ModelCosts:
             the first stage has no blocks.
         epilogue: The glue after the blocks; it runs on the last stage. Nothing crosses after it.
         replicated_bytes: Bytes of weights that every stage holds.
+        components: What is held and run besides; only `vae_aware` places them.
 
     Raises:
-        InvalidCostError: If there are no blocks or `replicated_bytes` is not an integer of 0 or more.
+        InvalidCostError: If there are no blocks, or two components have one name, or `replicated_bytes` is not an integer
+            of 0 or more.
     """
 
     blocks: tuple[BlockCost, ...]
     prologue: BlockCost = NOTHING
     epilogue: BlockCost = NOTHING
     replicated_bytes: int = 0
+    components: tuple[Component, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
+        object.__setattr__(self, "components", tuple(self.components))
+        names = [component.name for component in self.components]
+        if len(set(names)) < len(names):
+            raise InvalidCostError("ModelCosts.components", names, "each component a name of its own")
         if not self.blocks:
             raise InvalidCostError("ModelCosts.blocks", self.blocks, "one BlockCost per block, at least one")
         _check_integer("ModelCosts.replicated_bytes", self.replicated_bytes)
@@ -115,6 +154,7 @@ class RankSpec:
         fixed_bytes: Bytes that other work holds on it (VAE, text encoder).
         link_bytes_per_second: Bandwidth of its link to the next rank; None if bytes cost no time.
         link_latency_seconds: Time that a transfer to the next rank takes besides its bytes.
+        holds_blocks: Whether it may get blocks; a rank for a VAE alone does not.
 
     Raises:
         InvalidCostError: If a number is negative or not finite, a speed or bandwidth is 0, or bytes are not an integer.
@@ -126,6 +166,7 @@ class RankSpec:
     fixed_bytes: int = 0
     link_bytes_per_second: float | None = None
     link_latency_seconds: float = 0.0
+    holds_blocks: bool = True
 
     def __post_init__(self) -> None:
         _check_number("RankSpec.speed", self.speed, above_zero=True)

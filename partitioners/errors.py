@@ -4,7 +4,7 @@ Every class keeps its constructor arguments in `args` and builds its sentence in
 pickling on its way from one rank to another.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 ARGUMENT = "the argument"
 """Where block counts came from, when the caller passed them."""
@@ -155,8 +155,15 @@ class DoesNotFitError(PartitionError):
             where no number of them is enough.
     """
 
-    def __init__(self, counts: Sequence[int], shortfalls: Sequence[int], smallest_num_ranks: int | None) -> None:
-        super().__init__(counts, shortfalls, smallest_num_ranks)
+    def __init__(
+        self,
+        counts: Sequence[int],
+        shortfalls: Sequence[int],
+        smallest_num_ranks: int | None,
+        owners: Mapping[str, int] | None = None,
+    ) -> None:
+        super().__init__(counts, shortfalls, smallest_num_ranks, owners)
+        self.owners = dict(owners or {})
         self.counts = tuple(counts)
         self.shortfalls = tuple(shortfalls)
         self.smallest_num_ranks = smallest_num_ranks
@@ -171,5 +178,6 @@ class DoesNotFitError(PartitionError):
             advice = "give these ranks more memory, or make the model smaller (a smaller dtype, quantised weights)"
         else:
             advice = f"use at least {self.smallest_num_ranks} ranks like these, or ranks with more memory"
-        counts = ",".join(str(count) for count in self.counts)
-        return f"the model does not fit; at best (blocks per stage {counts}) {lacking}; {advice}"
+        placement = "blocks per stage " + ",".join(str(count) for count in self.counts)
+        placement += "".join(f", {name} on rank {rank}" for name, rank in self.owners.items())
+        return f"the model does not fit; at best ({placement}) {lacking}; {advice}"
