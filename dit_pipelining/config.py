@@ -19,6 +19,7 @@ from partitioners.explicit import ENVIRONMENT
 from partitioners.partition import check_counts
 
 SCHEDULES = ("rolling", "gpipe")
+TRANSPORTS = ("auto", "peer", "nccl", "host")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,9 @@ class ParallelConfig:
         schedule: `"rolling"`: a call returns at once with a result that is waited for when it is used, so that both
             branches of a step, and several requests, are in flight. `"gpipe"`: torch's ScheduleGPipe over the microbatches
             of each call, which runs it to its end.
+        transport: how data moves between the ranks. `"auto"`: `"peer"` where each rank has a GPU of its own on one host
+            (copy engines, ordered by the GPUs themselves), `"nccl"` across hosts, `"host"` on CPUs and for ranks that
+            share a GPU (gloo, through host memory).
         timeout_seconds: how long a rank waits for another before the run ends with an error.
 
     Raises:
@@ -56,14 +60,16 @@ class ParallelConfig:
     microbatches: int = 1
     cfg_parallel_size: int = 1
     schedule: str = "rolling"
+    transport: str = "auto"
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "cfg_parallel_size", "microbatches"):
             check_positive(name, getattr(self, name))
         check_partitioner(self.partitioner)
-        if self.schedule not in SCHEDULES:
-            raise ConfigError(f"schedule={self.schedule!r}: expected one of {', '.join(SCHEDULES)}.")
+        for name, known in (("schedule", SCHEDULES), ("transport", TRANSPORTS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}.")
         if self.schedule == "gpipe" and self.cfg_parallel_size > 1:
             raise ConfigError(
                 'schedule="gpipe" runs one pipeline; use schedule="rolling" with cfg_parallel_size above 1.'

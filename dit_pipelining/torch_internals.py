@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -160,3 +161,15 @@ def chunked(batched: bool) -> Any:
     from torch.distributed.pipelining import microbatch
 
     return microbatch.TensorChunkSpec(0) if batched else microbatch._Replicate()
+
+
+def symmetric_memory(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[torch.Tensor, Any]:
+    """Bytes on this rank's GPU that the other ranks of the group, on the same host, can reach; all call it together.
+
+    Returns:
+        this rank's bytes, and a handle with `buffer_ptrs` (addresses of all ranks' bytes, for this GPU) and `get_buffer`.
+    """
+    from torch.distributed import _symmetric_memory
+
+    memory = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    return memory, _symmetric_memory.rendezvous(memory, group)

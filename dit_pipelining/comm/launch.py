@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 
 from dit_pipelining.config import ParallelConfig
-from dit_pipelining.errors import WorldSizeError
+
+HARDWARE_QUEUES = "32"
+"""The most there are. With the default of 8, a stream that waits for another rank can hold up one that need not."""
 
 
 def launched_world_size() -> int:
@@ -26,30 +28,24 @@ def join(config: ParallelConfig) -> torch.device:
     """Check the world size, make the default process group if there is none yet, and choose this rank's device.
 
     Returns:
-        `cuda:<local rank>` with NCCL where there are GPUs, else the CPU with gloo.
+        this rank's GPU, or the CPU where there are none.
 
     Raises:
-        WorldSizeError: the launch does not fit the degrees, or this machine has fewer GPUs than ranks.
+        WorldSizeError: the launch does not fit the degrees.
     """
     config.check_world_size(launched_world_size())
     device = _device()
     if config.world_size > 1 and not dist.is_initialized():
-        timeout = timedelta(seconds=config.timeout_seconds)
-        if device.type == "cuda":
-            dist.init_process_group("nccl", timeout=timeout, device_id=device)
-        else:
-            dist.init_process_group("gloo", timeout=timeout)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_seconds))
     return device
 
 
 def _device() -> torch.device:
+    """The GPUs of this machine are dealt out to its ranks in turn; ranks share them where there are fewer."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if local_rank >= torch.cuda.device_count():
-        raise WorldSizeError(
-            f"local rank {local_rank} has no GPU of its own: this machine has {torch.cuda.device_count()}. Launch at most "
-            "one process per GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU."
-        )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", HARDWARE_QUEUES)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)

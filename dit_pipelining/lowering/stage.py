@@ -23,6 +23,7 @@ class StageProgram:
         plan: the stage's part of it.
         received: what comes from the stage before.
         sent: what goes to the next stage; empty for the last one.
+        messages: bytes of the tensors that cross each boundary of the pipeline.
         inputs: paths of the model inputs the program reads at every step.
         groups: what it computes once per denoising loop.
     """
@@ -31,6 +32,7 @@ class StageProgram:
     plan: StagePlan
     received: tuple[BoundaryValue, ...]
     sent: tuple[BoundaryValue, ...]
+    messages: tuple[tuple[int, ...], ...]
     inputs: tuple[str, ...]
     groups: tuple[InvariantGroup, ...]
     function: Function
@@ -61,6 +63,7 @@ def build_program(graph: BlockGraph, plans: Sequence[StagePlan], index: int) -> 
         plan=plan,
         received=plans[index - 1].boundary if index else (),
         sent=plan.boundary if index < len(plans) - 1 else (),
+        messages=tuple(tuple(value.bytes for value in own.boundary) for own in plans[:-1]),
         inputs=tuple(node.meta["input"] for node in inputs),
         groups=tuple(groups),
         function=function,
@@ -137,6 +140,10 @@ class StageModule(nn.Module):
     def received(self, graph: BlockGraph) -> tuple[BoundaryValue, ...]:
         """What the stage before sends for this graph."""
         return self.programs[id(graph)].received
+
+    def messages(self, graph: BlockGraph) -> tuple[tuple[int, ...], ...]:
+        """Bytes of the tensors that cross each boundary of the pipeline for this graph."""
+        return self.programs[id(graph)].messages
 
     def wire_metadata(self, graph: BlockGraph) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """Tensors on the meta device like those the stage receives and returns for this graph."""

@@ -53,7 +53,7 @@ class TransformerExecutor:
         self.counts = check_counts(config, name, model)
         self.timing = find_timing(config.profile)
         self._captures = CaptureCache(
-            model, config.blocks, model.forward, count_work=True, before_capture=rolling.worker.drain
+            model, config.blocks, model.forward, count_work=True, before_capture=rolling.drain
         )
         self._fill_stage = fill_stage
         self._gpipe: GPipe | None = None
@@ -74,7 +74,7 @@ class TransformerExecutor:
         tensors, arrival = self.rolling.submit(stage, graph, inputs)
         if inputs.objects or graph.output_objects:
             arrival.wait()  # a cache among the inputs or the outputs must be filled when the call returns
-            self.rolling.worker.drain()
+            self.rolling.drain()
         return graph.rebuild_output(tensors, inputs)
 
     def _run_gpipe(self, calls: Sequence[tuple[BlockGraph, CallInputs]]) -> list[Any]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dit_pipelining.comm.mesh import Mesh
+from dit_pipelining.comm.transport import choose_transport
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.errors import SplitError
 from dit_pipelining.lowering.boundary import StagePlan
@@ -36,7 +37,9 @@ def spread(
         device: of this rank.
     """
     mesh = Mesh(dist.get_rank(), config.pipeline_parallel_size, config.cfg_parallel_size)
-    rolling = Rolling(mesh, device, timedelta(seconds=config.timeout_seconds))
+    timeout = timedelta(seconds=config.timeout_seconds)
+    transport = choose_transport(config, device, dist.new_group(timeout=timeout, backend="gloo"))
+    rolling = Rolling(mesh, device, timeout, transport)
     for name, model in transformers.items():
         if getattr(pipeline, name) is not model:
             raise SplitError(f"{type(pipeline).__name__} did not take over its component {name!r}; it cannot be split.")

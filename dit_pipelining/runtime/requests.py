@@ -37,7 +37,7 @@ def run_requests(
         functions = [_request(pipeline, request, index, display, on_output) for index, request in enumerate(requests)]
         if rolling is None:
             return [function() for function in functions]
-        return rolling.turns.run(functions, max_in_flight)
+        return rolling.run(functions, max_in_flight)
 
 
 def _request(

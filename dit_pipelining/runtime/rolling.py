@@ -1,20 +1,25 @@
 """The rolling schedule: calls in flight on a line of stages, results that are waited for when they are used."""
 
 import atexit
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.signature import CallInputs
-from dit_pipelining.comm.links import ReplicaLinks, make_links, wake_waiters
+from dit_pipelining.comm.links import make_links
 from dit_pipelining.comm.mesh import Mesh
+from dit_pipelining.comm.peer_links import PeerLinks
 from dit_pipelining.lowering.stage import StageModule
+from dit_pipelining.runtime.calls import StageCall, StageRunner
 from dit_pipelining.runtime.pending import Arrival, PendingTensor, pending
+from dit_pipelining.runtime.streams import StageStreams
 from dit_pipelining.runtime.turns import Turns
-from dit_pipelining.runtime.worker import StageCall, StageFailedError, StageWorker, calling_context
-from dit_pipelining.torch_internals import version
+from dit_pipelining.runtime.worker import StageWorker
+from dit_pipelining.torch_internals import tree_flatten, version
 
 
 class Rolling:
@@ -24,14 +29,14 @@ class Rolling:
         mesh: which rank plays which part.
         device: of this rank.
         timeout: of the process groups.
+        transport: how data moves between the ranks, from `choose_transport`.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device, timeout: timedelta) -> None:
+    def __init__(self, mesh: Mesh, device: torch.device, timeout: timedelta, transport: str = "host") -> None:
         self.mesh = mesh
         self.device = device
         self.turns = Turns()
-        self.links = make_links(mesh, timeout, device)
-        self.worker = StageWorker(device, self._fail)
+        self.runner = self._make_runner(timeout, transport)
         atexit.register(self.close)  # a rank that leaves with a send on its way would fail the one that waits for it
 
     def submit(self, stage: StageModule, graph: BlockGraph, inputs: CallInputs) -> tuple[list[PendingTensor], Arrival]:
@@ -39,25 +44,46 @@ class Rolling:
 
         All ranks submit the same calls in the same order.
         """
-        if self.worker.error is not None:
-            raise StageFailedError("a stage failed on this rank; nothing can go on") from self.worker.error
-        # What a cache among the inputs holds is on the ranks that filled it.
-        links = self.links[self._next_replica() if not inputs.objects else 0]
         results = [
             torch.empty(node.meta["shape"], dtype=node.meta["dtype"], device=self.device) for node in graph.output_nodes
         ]
-        is_root = links.root == self.mesh.rank
-        works = [] if is_root else links.share(results)
-        call = None
-        if self.mesh.rank in links.ranks:
-            call = self._call(stage, graph, inputs, links, results, is_root)
-            self.worker.submit(call)
-        arrival = Arrival(lambda: self._wait(call if is_root else None, works))
+        # What a cache among the inputs holds is on the ranks that filled it.
+        replica = self._next_replica() if not inputs.objects else 0
+        leaves = inputs.leaves
+        versions = []
+        if replica == self.mesh.replica:
+            for path, tensor in inputs.tensors.items():
+                if graph.is_new_each_step(path):
+                    leaves[path] = tensor.clone()  # pipelines write the next step's latents into the same memory
+                elif (before := version(tensor)) >= 0:
+                    versions.append((path, tensor, before))
+        call = StageCall(stage, graph, leaves, replica, results, versions)
+        self.runner.submit(call)
+        arrival = Arrival(lambda: self._wait(call))
         return pending(results, arrival), arrival
+
+    def run(self, functions: Sequence[Callable[[], Any]], in_flight: int | None = None) -> list[Any]:
+        """Run functions that submit calls as requests side by side, each on a CUDA stream of its own; see `Turns.run`."""
+        if self.device.type != "cuda":
+            return self.turns.run(functions, in_flight)
+        caller = torch.cuda.current_stream(self.device)
+        return self.turns.run([_on_own_stream(function, caller) for function in functions], in_flight)
+
+    def drain(self) -> None:
+        """Wait until no stage runs on this rank."""
+        self.runner.drain()
 
     def close(self) -> None:
         """Finish what is in flight."""
-        self.worker.close()
+        self.runner.close()
+
+    def _make_runner(self, timeout: timedelta, transport: str) -> StageRunner:
+        if transport == "peer":
+            control = dist.new_group(timeout=timeout, backend="gloo")
+            return StageStreams(PeerLinks(self.mesh, control, self.device), self.device, self._fail)
+        backend = "nccl" if transport == "nccl" else "gloo"
+        links = make_links(self.mesh, timeout, self.device, backend)
+        return StageWorker(links, self.mesh.rank, self.device, self._fail)
 
     def _next_replica(self) -> int:
         """Branches of a step go to different replicas, always the same ones, and so do requests."""
@@ -66,38 +92,27 @@ class Rolling:
         request.submitted += 1
         return replica
 
-    def _call(
-        self,
-        stage: StageModule,
-        graph: BlockGraph,
-        inputs: CallInputs,
-        links: ReplicaLinks,
-        results: list[torch.Tensor],
-        is_root: bool,
-    ) -> StageCall:
-        leaves = inputs.leaves
-        versions = []
-        for path, tensor in inputs.tensors.items():
-            if graph.is_new_each_step(path):
-                leaves[path] = tensor.clone()  # pipelines write the next step's latents into the same memory
-            elif (before := version(tensor)) >= 0:
-                versions.append((path, tensor, before))
-        return StageCall(stage, graph, leaves, links, results, is_root, versions, calling_context())
-
-    def _wait(self, call: StageCall | None, works: list[dist.Work]) -> None:
+    def _wait(self, call: StageCall) -> None:
         self.turns.end_turn()
-        try:
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            raise (self.worker.error or error) from None
-        if call is not None:
-            call.done.wait()
-            if call.error is not None:
-                raise call.error
-            if call.finished is not None:
-                torch.cuda.current_stream(self.device).wait_event(call.finished)
+        self.runner.wait(call)
 
     def _fail(self, error: BaseException) -> None:
         self.turns.fail(error)
-        wake_waiters(self.links, self.mesh.rank)
+        self.runner.wake()
+
+
+def _on_own_stream(function: Callable[[], Any], caller: torch.cuda.Stream) -> Callable[[], Any]:
+    """A request's own code waits for its own results only: on one stream it would wait for those of all requests."""
+
+    def run() -> Any:
+        own = torch.cuda.Stream(caller.device)
+        own.wait_stream(caller)
+        with torch.cuda.stream(own):
+            result = function()
+        caller.wait_stream(own)
+        for leaf in tree_flatten(result)[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda":
+                leaf.record_stream(caller)
+        return result
+
+    return run

@@ -1,0 +1,92 @@
+"""One call of a transformer on its way through the stages, as one rank sees it, and what runs such calls."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from dit_pipelining.capture.graph import BlockGraph
+from dit_pipelining.lowering.stage import StageModule
+from dit_pipelining.torch_internals import autocast_state, version
+
+
+class StageFailedError(RuntimeError):
+    """The stage of this rank raised; the cause is attached."""
+
+
+@dataclass(eq=False)
+class StageCall:
+    """One call of the transformer on this rank.
+
+    Attributes:
+        stage: this rank's.
+        graph: the captured forward.
+        leaves: the call's inputs by path; empty once the stage has run.
+        replica: which of the replicas runs it.
+        results: buffers for the output tensors, on every rank.
+        versions: of the inputs that must not be written to meanwhile: path, tensor, its version at the start.
+        state: what the thing that runs the call notes about it.
+    """
+
+    stage: StageModule
+    graph: BlockGraph
+    leaves: dict[str, Any]
+    replica: int
+    results: list[torch.Tensor]
+    versions: list[tuple[str, torch.Tensor, int]]
+    state: Any = None
+
+    def check_inputs_unchanged(self) -> None:
+        """Raise if somebody has written to an input since the call began.
+
+        Raises:
+            StageFailedError: names the input.
+        """
+        for path, tensor, before in self.versions:
+            if version(tensor) != before:
+                raise StageFailedError(
+                    f"the input {path!r} was changed in place while the call was in flight. Use "
+                    'ParallelConfig(schedule="gpipe"), which runs each call before it returns.'
+                )
+
+
+class StageRunner(Protocol):
+    """Runs this rank's part of calls: receive, run the stage, send on, share the result."""
+
+    error: BaseException | None
+
+    def submit(self, call: StageCall) -> None:
+        """Start a call. All ranks submit the same calls in the same order, also those whose replica does not run it."""
+
+    def wait(self, call: StageCall) -> None:
+        """Return when the results are there for the current stream (on CUDA) or the host (on the CPU)."""
+
+    def drain(self) -> None:
+        """Return when no stage of an earlier call runs Python code any more."""
+
+    def wake(self) -> None:
+        """Make all waits for other ranks end, after an error."""
+
+    def close(self) -> None:
+        """Finish what is in flight, unless there was an error."""
+
+
+def calling_context() -> Callable[[], Any]:
+    """The caller's grad, inference and autocast state, to be entered in another thread."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    states = [autocast_state("cpu")]
+    if torch.cuda.is_available():
+        states.append(autocast_state("cuda"))
+
+    def enter() -> Any:
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode(inference))
+        stack.enter_context(torch.set_grad_enabled(grad and not inference))
+        for device_type, enabled, dtype in states:
+            if enabled:
+                stack.enter_context(torch.autocast(device_type, dtype=dtype))
+        return stack
+
+    return enter

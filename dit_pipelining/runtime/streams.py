@@ -1,0 +1,138 @@
+"""Runs this rank's stage on a CUDA stream of its own, where peer copies connect the ranks.
+
+Everything is given to the GPU when the call is submitted, waits for other ranks included (see [Note: peer copies] in
+comm/peer_links.py), so no host waits for another one, and none for its GPU, however many calls are in flight.
+
+Streams: `compute` runs the stage, `outgoing` copies to other ranks what it gave, and one stream per replica takes in the
+results. The caller's own stream waits where it uses a result.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from time import monotonic
+from typing import Any
+
+import torch
+
+from dit_pipelining.comm.peer_links import PeerLinks, slot_bytes
+from dit_pipelining.runtime.calls import StageCall, StageFailedError
+
+
+class StageStreams:
+    """The StageRunner of ranks that have a GPU each on one host.
+
+    Args:
+        links: to the other ranks.
+        device: this rank's GPU.
+        on_error: called with what the stage raised, before it is raised.
+    """
+
+    def __init__(self, links: PeerLinks, device: torch.device, on_error: Callable[[BaseException], None]) -> None:
+        self.links = links
+        self.device = device
+        self.on_error = on_error
+        self.error: BaseException | None = None
+        self.compute = torch.cuda.Stream(device)
+        self.outgoing = torch.cuda.Stream(device, priority=-1)
+        self.arrivals = [torch.cuda.Stream(device, priority=-1) for _ in range(links.mesh.replicas)]
+        self._unfinished: deque[tuple[torch.cuda.Event, float]] = deque()
+
+    def submit(self, call: StageCall) -> None:
+        if self.error is not None:
+            raise StageFailedError("an earlier call failed on this rank") from self.error
+        mesh = self.links.mesh
+        messages = call.stage.messages(call.graph)
+        self.links.reserve(
+            max(map(slot_bytes, messages), default=0), slot_bytes([tensor.nbytes for tensor in call.results])
+        )
+        ready = torch.cuda.current_stream(self.device).record_event()
+        call.state = None
+        if call.replica == mesh.replica:
+            computed = self._run(call, ready)
+            if mesh.stage == mesh.pipeline_size - 1:
+                call.state = computed
+        if call.state is None:
+            call.state = self._take_in(call, ready)
+        call.leaves = {}
+        self._unfinished.append((call.state, monotonic()))
+        while self._unfinished and self._unfinished[0][0].query():
+            self._unfinished.popleft()
+
+    def wait(self, call: StageCall) -> None:
+        if self.error is not None:
+            raise StageFailedError("an earlier call failed on this rank") from self.error
+        call.check_inputs_unchanged()
+        torch.cuda.current_stream(self.device).wait_event(call.state)
+
+    def drain(self) -> None:
+        """Nothing to do: stages run Python code in `submit` only."""
+
+    def wake(self) -> None:
+        self.links.release_waits()
+
+    def close(self) -> None:
+        if self.error is None:
+            torch.cuda.synchronize(self.device)
+
+    def seconds_unfinished(self) -> float:
+        """For how long the oldest unfinished call has been in flight."""
+        for event, started in list(self._unfinished):
+            if not event.query():
+                return monotonic() - started
+        return 0.0
+
+    def _run(self, call: StageCall, ready: torch.cuda.Event) -> torch.cuda.Event:
+        links, stage = self.links, call.stage
+        _used_on(self.compute, call.leaves.values())
+        with torch.cuda.stream(self.compute):
+            self.compute.wait_event(ready)
+            received: Sequence[torch.Tensor] = ()
+            if links.incoming is not None:
+                layouts = [(value.wire_shape, value.dtype) for value in stage.received(call.graph)]
+                received = links.incoming.receive(layouts, self.compute)
+                if any(not isinstance(leaf, torch.Tensor) for leaf in call.leaves.values()):
+                    received = [tensor.clone() for tensor in received]  # a cache may keep them
+            try:
+                outputs = stage.run(call.graph, received, call.leaves)
+            except BaseException as error:
+                self._fail(error)
+                raise
+            is_root = links.outgoing is None
+            with torch.no_grad():
+                if is_root:
+                    for buffer, output in zip(call.results, outputs, strict=True):
+                        buffer.copy_(output)
+            computed = self.compute.record_event()
+        leaving = call.results if is_root else list(outputs)
+        _used_on(self.compute, call.results)
+        _used_on(self.outgoing, leaving)
+        with torch.cuda.stream(self.outgoing), torch.no_grad():
+            self.outgoing.wait_event(computed)
+            for channel in links.results_to if links.outgoing is None else [links.outgoing]:
+                channel.send(leaving, self.outgoing)
+            if links.incoming is not None:
+                links.incoming.release(self.outgoing)  # what a stage passes on may lie in the slot
+        return computed
+
+    def _take_in(self, call: StageCall, ready: torch.cuda.Event) -> torch.cuda.Event:
+        stream, channel = self.arrivals[call.replica], self.links.results_from[call.replica]
+        _used_on(stream, call.results)
+        with torch.cuda.stream(stream), torch.no_grad():
+            stream.wait_event(ready)  # the buffers' memory may still be in use there
+            layouts = [(tensor.shape, tensor.dtype) for tensor in call.results]
+            for buffer, arrived in zip(call.results, channel.receive(layouts, stream), strict=True):
+                buffer.copy_(arrived)
+            channel.release(stream)
+            return stream.record_event()
+
+    def _fail(self, error: BaseException) -> None:
+        if self.error is None:
+            self.error = error
+            self.on_error(error)
+
+
+def _used_on(stream: torch.cuda.Stream, values: Iterable[Any]) -> None:
+    """Keep the memory of tensors that are freed early until the work that `stream` has now is done."""
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.device.type == "cuda":
+            value.record_stream(stream)
