@@ -48,7 +48,8 @@ def spread(
         if isinstance(component, nn.Module) and name not in transformers:
             component.to(device)
             resolve_inputs(component)
-    pipeline.set_progress_bar_config(disable=mesh.rank != 0)
+    if mesh.rank != 0:
+        pipeline.set_progress_bar_config(disable=True)
     attach_pipeline(pipeline, rolling)
     share_seed()
 

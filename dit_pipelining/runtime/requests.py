@@ -32,7 +32,8 @@ def run_requests(
     if max_in_flight is not None and max_in_flight < 1:
         raise InputError(f"max_in_flight={max_in_flight}: at least one request has to be in flight.")
     rolling = rolling_of(pipeline)
-    display = _display(len(requests)) if rolling is None or rolling.mesh.rank == 0 else None
+    shown = not getattr(pipeline, "_progress_bar_config", {}).get("disable", False)  # false on rank 0 only, if at all
+    display = _display(len(requests)) if shown else None
     with display or nullcontext():
         functions = [_request(pipeline, request, index, display, on_output) for index, request in enumerate(requests)]
         if rolling is None:

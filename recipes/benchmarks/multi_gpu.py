@@ -1,0 +1,339 @@
+"""What several GPUs of one host give: every schedule and layout against one GPU, on unmodified diffusers pipelines.
+
+    python recipes/benchmarks/multi_gpu.py [--gpus 2] [--workloads wan-1.3b ...] [--transports peer nccl] [--json FILE]
+
+Random weights of real configurations, bf16, latents only (no text encoder, no VAE). Each layout is one launch; in each,
+every rank first times the unsplit pipeline on its own GPU and keeps its latents, which the split must equal bit for bit.
+
+What should happen, with c the time of one call on one GPU and S stages, of which the largest has the share s of the work
+(by FLOPs; 1 / S if blocks divide evenly): a call cannot take less than s * c of the bottleneck's time, so M requests of T
+steps with n calls each take M * T * n * s * c on a line that never waits. That is the ideal that `share` is measured
+against. One request without guidance leaves S - 1 of S stages idle (that is also what handing the latents back at every step
+does): share 1 / S. With guidance both branches are in flight: 2 / (S + 1). Rolling with 2S requests: 1 but for filling
+and draining once. ScheduleGPipe drains at every step: M / (M + S - 1). Replicas share the calls: on cfg2 each does half.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import torch.distributed as dist
+from diffusers import ContextParallelConfig, FlowMatchEulerDiscreteScheduler, FluxPipeline, WanPipeline
+from reporting import show, write
+from torch import nn
+
+from dit_pipelining import ParallelConfig, generate, parallelize
+from dit_pipelining.costs.model_costs import model_costs
+from dit_pipelining.planning.presets import preset
+from dit_pipelining.runtime.attach import rolling_of, split_of
+from dit_pipelining.weights.empty import empty_model
+from partitioners import RankSpec
+
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, a size and a number of steps.
+
+    Attributes:
+        preset: whose configuration it has.
+        size: pixels and frames, as arguments of the pipeline.
+        blocks: of the main list; None: all. Fewer save time where the blocks are alike.
+        steps: of each request.
+        guided: whether the model is used with guidance of two calls a step.
+    """
+
+    preset: str
+    size: dict[str, int]
+    steps: int
+    blocks: int | None = None
+    guided: bool = True
+
+
+WORKLOADS = {
+    "wan-1.3b": Workload("wan2.1-t2v-1.3b", dict(height=480, width=832, num_frames=81), 6),
+    "wan-1.3b-1560": Workload("wan2.1-t2v-1.3b", dict(height=480, width=832, num_frames=1), 20),
+    "wan-14b": Workload("wan2.1-t2v-14b", dict(height=480, width=832, num_frames=81), 6, blocks=8),
+    "wan-14b-1560": Workload("wan2.1-t2v-14b", dict(height=480, width=832, num_frames=1), 20),
+    "flux": Workload("flux.1-dev", dict(height=1024, width=1024), 12, guided=False),
+    "tiny": Workload("wan2.1-t2v-1.3b", dict(height=128, width=128, num_frames=9), 3, blocks=4),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks are used."""
+
+    stages: int = 1
+    replicas: int = 1
+    transport: str = "auto"
+    ulysses: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.stages * self.replicas * self.ulysses
+
+    @property
+    def name(self) -> str:
+        parts = [f"pp{self.stages}"] * (self.stages > 1) + [f"cfg{self.replicas}"] * (self.replicas > 1)
+        parts += [f"ulysses{self.ulysses}"] * (self.ulysses > 1)
+        return " x ".join(parts)
+
+
+def layouts(gpus: int, transports: list[str], ulysses: bool) -> list[Layout]:
+    """All layouts of exactly this number of ranks."""
+    own = [Layout(stages=gpus), Layout(stages=gpus // 2, replicas=2)]
+    first = [replace(own[0], transport=transport) for transport in transports[1:]]
+    return [replace(layout, transport=transports[0]) for layout in own] + first + [Layout(ulysses=gpus)] * ulysses
+
+
+def build(workload: Workload, device: torch.device) -> Any:
+    """The pipeline with random weights, the same on every rank."""
+    facts = preset(workload.preset)
+    config = dict(facts.config)
+    if workload.blocks:
+        config["num_layers"] = workload.blocks
+    model = empty_model(getattr(diffusers, facts.model_class), config, BF16)
+    random = torch.Generator(device).manual_seed(0)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            module._parameters[name] = nn.Parameter(value.normal_(0, 0.02, generator=random), requires_grad=False)
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+    missing: Any = None
+    if facts.pipeline == "FluxPipeline":
+        pipeline = FluxPipeline(FlowMatchEulerDiscreteScheduler(), *[missing] * 5, transformer=model)
+    else:
+        pipeline = WanPipeline(missing, missing, missing, FlowMatchEulerDiscreteScheduler(shift=3.0), transformer=model)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def request(workload: Workload, device: torch.device, seed: int, guided: bool, batch: int = 1) -> dict[str, Any]:
+    """Arguments of one call of the pipeline."""
+    random = torch.Generator().manual_seed(seed)
+
+    def embeds(*shape: int) -> torch.Tensor:
+        return torch.randn(batch, *shape, generator=random).to(device, BF16)
+
+    call = dict(
+        **workload.size,
+        num_inference_steps=workload.steps,
+        output_type="latent",
+        return_dict=False,
+        generator=[torch.Generator().manual_seed(seed + i) for i in range(batch)],
+    )
+    if workload.preset.startswith("flux"):
+        return dict(**call, prompt_embeds=embeds(512, 4096), pooled_prompt_embeds=embeds(768))
+    scale = 5.0 if guided else 1.0
+    negative = embeds(512, 4096) if guided else None
+    return dict(**call, prompt_embeds=embeds(512, 4096), negative_prompt_embeds=negative, guidance_scale=scale)
+
+
+def timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds of the slowest rank, with the GPUs idle before and after."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    started = time.perf_counter()
+    result = function()
+    torch.cuda.synchronize()
+    seconds = torch.tensor([time.perf_counter() - started])
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds), result
+
+
+def count_syncs(function: Callable[[], Any]) -> int:
+    """How often the host waited for the GPU, as torch notices it."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            function()
+        return sum("synchroniz" in str(warning.message) for warning in caught)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def short(workload: Workload, device: torch.device, guided: bool, steps: int = 2) -> dict[str, Any]:
+    return {**request(workload, device, 0, guided), "num_inference_steps": steps}
+
+
+def measure(name: str, workload: Workload, layout: Layout, device: torch.device) -> list[dict[str, Any]]:
+    """All schedules of one workload on one layout."""
+    guidances = (False, True) if workload.guided else (False,)
+    pipeline = build(workload, device)
+    single: dict[bool, float] = {}
+    expected: dict[bool, torch.Tensor] = {}
+    syncs: dict[bool, int] = {}
+    for guided in guidances:
+        pipeline(**short(workload, device, guided, 1))
+        syncs[guided] = count_syncs(lambda guided=guided: pipeline(**short(workload, device, guided)))
+        single[guided], (latents,) = timed(lambda guided=guided: pipeline(**request(workload, device, 0, guided)))
+        expected[guided] = latents.clone()
+    whole = torch.cuda.max_memory_allocated(device)
+    rows: list[dict[str, Any]] = []
+
+    def add(
+        schedule: str, guided: bool, requests: int, seconds: float, share: float, replicas: int, **more: Any
+    ) -> None:
+        ideal = requests * single[guided] * share / replicas
+        rows.append(
+            dict(workload=name, layout=layout.name, transport=more.pop("transport", ""), schedule=schedule)
+            | dict(guidance=guided, requests=requests, ms_per_step=1000 * seconds / workload.steps / requests)
+            | dict(ms_total=1000 * seconds, single_ms_per_step=1000 * single[guided] / workload.steps)
+            | dict(speedup=requests * single[guided] / seconds, share=ideal / seconds, **more)
+        )
+
+    if layout.ulysses > 1:
+        pipeline.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=layout.ulysses))
+        for guided in guidances:
+            pipeline(**short(workload, device, guided, 1))
+            seconds, _ = timed(lambda guided=guided: pipeline(**request(workload, device, 0, guided)))
+            add("context parallel", guided, 1, seconds, 1 / layout.ulysses, 1)
+        return rows
+
+    sizes = dict(pipeline_parallel_size=layout.stages, cfg_parallel_size=layout.replicas, transport=layout.transport)
+    parallelize(pipeline, ParallelConfig(**sizes, timeout_seconds=60))
+    pipeline.set_progress_bar_config(disable=True)
+    for guided in guidances:
+        pipeline(**short(workload, device, guided, 1))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    split = split_of(pipeline.transformer)
+    assert split is not None
+    share = largest_share(split)
+    crossing = sum(value.bytes for value in split.boundaries[0]) if split.boundaries else 0
+    for guided in guidances:
+        extra = count_syncs(lambda guided=guided: pipeline(**short(workload, device, guided)))
+        seconds, (latents,) = timed(lambda guided=guided: pipeline(**request(workload, device, 0, guided)))
+        facts = dict(transport=layout.transport, equal=bool(torch.equal(latents, expected[guided])))
+        facts |= dict(largest_share=share, boundary_bytes=crossing, host_syncs=extra, single_host_syncs=syncs[guided])
+        calls = 2 if guided else 1
+        add("one request", guided, 1, seconds, share, min(layout.replicas, calls), **facts)
+        for count in (layout.stages * layout.replicas, 2 * layout.stages * layout.replicas):
+            several = [request(workload, device, seed, guided) for seed in range(count)]
+            generate(pipeline, [{**own, "num_inference_steps": 1} for own in several])
+            several = [request(workload, device, seed, guided) for seed in range(count)]
+            runner = rolling_of(pipeline).runner
+            runner.timings = []
+            seconds, results = timed(lambda several=several: generate(pipeline, several))
+            facts["stage_ms"] = gathered([start.elapsed_time(end) for start, end in runner.timings])
+            runner.timings = None
+            facts["equal"] = bool(torch.equal(results[0][0], expected[guided]))
+            add("rolling", guided, count, seconds, share, layout.replicas, **facts)
+    peaks: list[Any] = [None] * layout.ranks
+    dist.all_gather_object(peaks, torch.cuda.max_memory_allocated(device))
+    for row in rows:
+        row.update(peak_bytes=peaks, single_peak_bytes=whole)
+    return rows
+
+
+def gathered(milliseconds: list[float]) -> list[dict[str, float]]:
+    """How long the stage of each rank took per call, waits for data not included."""
+    own = {"median": statistics.median(milliseconds), "sum": sum(milliseconds)} if milliseconds else {}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return every
+
+
+def largest_share(split: Any) -> float:
+    """The largest stage's part of the FLOPs."""
+    seconds = split.partition.stage_seconds(model_costs(split.graph, split.model), [RankSpec()] * split.num_stages)
+    return float(max(seconds) / sum(seconds))
+
+
+def rank_main(rank: int, layout: Layout, names: list[str], port: int, folder: str) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CUDA_DEVICE_MAX_CONNECTIONS="32")
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=layout.ranks)
+    rows: list[dict[str, Any]] = []
+    with torch.no_grad():
+        for name in names:
+            started = time.perf_counter()
+            rows += measure(name, WORKLOADS[name], layout, device)
+            torch.cuda.empty_cache()
+            if rank == 0:
+                Path(folder, "rows.json").write_text(json.dumps(rows))
+                print(f"{layout.name} {layout.transport} {name}: {time.perf_counter() - started:.0f} s", flush=True)
+    dist.barrier()
+    os._exit(0)  # without the destruction of groups, which waits for communicators that nobody uses any more
+
+
+def launch(layout: Layout, names: list[str], seconds: float) -> list[dict[str, Any]]:
+    """Run one layout in processes of its own; what was measured before one failed is kept."""
+    context = torch.multiprocessing.get_context("spawn")
+    with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        ranks = [
+            context.Process(target=rank_main, args=(rank, layout, names, port, folder)) for rank in range(layout.ranks)
+        ]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + seconds
+        for process in ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in ranks]
+        if any(codes):
+            print(f"{layout.name} {layout.transport}: exit codes {codes}", flush=True)
+        for process in ranks:
+            process.kill()
+        rows = Path(folder, "rows.json")
+        return json.loads(rows.read_text()) if rows.exists() else []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--workloads", nargs="*", default=[name for name in WORKLOADS if name != "tiny"])
+    parser.add_argument(
+        "--transports", nargs="*", default=["peer"], help="the first for all layouts, others for pp only"
+    )
+    parser.add_argument("--ulysses", action="store_true", help="diffusers' context parallelism beside it")
+    parser.add_argument("--seconds", type=float, default=300.0, help="at most, per layout")
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for layout in layouts(args.gpus, args.transports, args.ulysses):
+        rows += launch(layout, args.workloads, args.seconds)
+        card = torch.cuda.get_device_name(0)
+        write(args.json, {"card": card, "gpus": args.gpus, "rows": rows})
+    show(
+        f"{args.gpus} x {torch.cuda.get_device_name(0)}",
+        [
+            {
+                "workload": row["workload"],
+                "layout": f"{row['layout']} {row['transport']}",
+                "schedule": row["schedule"],
+                "CFG": "yes" if row["guidance"] else "no",
+                "requests": str(row["requests"]),
+                "ms/step": f"{row['ms_per_step']:.1f}",
+                "one GPU": f"{row['single_ms_per_step']:.1f}",
+                "speed-up": f"{row['speedup']:.2f}",
+                "share": f"{row['share']:.3f}",
+                "busy": " ".join(f"{own.get('sum', 0) / row['ms_total']:.2f}" for own in row.get("stage_ms", [])),
+                "equal": str(row.get("equal", "")),
+            }
+            for row in rows
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
