@@ -41,6 +41,8 @@ from dit_pipelining.weights.empty import empty_model
 from partitioners import RankSpec
 
 BF16 = torch.bfloat16
+SMALL_VIDEO = dict(height=480, width=832, num_frames=81)
+ONE_FRAME = dict(height=480, width=832, num_frames=1)
 
 
 @dataclass(frozen=True)
@@ -52,22 +54,22 @@ class Workload:
         size: pixels and frames, as arguments of the pipeline.
         blocks: of the main list; None: all. Fewer save time where the blocks are alike.
         steps: of each request.
-        guided: whether the model is used with guidance of two calls a step.
+        guidances: whether it is run without guidance, with guidance (two calls a step), or both.
     """
 
     preset: str
     size: dict[str, int]
     steps: int
     blocks: int | None = None
-    guided: bool = True
+    guidances: tuple[bool, ...] = (False, True)
 
 
 WORKLOADS = {
-    "wan-1.3b": Workload("wan2.1-t2v-1.3b", dict(height=480, width=832, num_frames=81), 6),
-    "wan-1.3b-1560": Workload("wan2.1-t2v-1.3b", dict(height=480, width=832, num_frames=1), 20),
-    "wan-14b": Workload("wan2.1-t2v-14b", dict(height=480, width=832, num_frames=81), 6, blocks=8),
-    "wan-14b-1560": Workload("wan2.1-t2v-14b", dict(height=480, width=832, num_frames=1), 20),
-    "flux": Workload("flux.1-dev", dict(height=1024, width=1024), 12, guided=False),
+    "wan-1.3b": Workload("wan2.1-t2v-1.3b", SMALL_VIDEO, 5, guidances=(True,)),
+    "wan-1.3b-1560": Workload("wan2.1-t2v-1.3b", ONE_FRAME, 20),
+    "wan-14b": Workload("wan2.1-t2v-14b", SMALL_VIDEO, 6, blocks=8, guidances=(False,)),
+    "wan-14b-1560": Workload("wan2.1-t2v-14b", ONE_FRAME, 12),
+    "flux": Workload("flux.1-dev", dict(height=1024, width=1024), 12, guidances=(False,)),
     "tiny": Workload("wan2.1-t2v-1.3b", dict(height=128, width=128, num_frames=9), 3, blocks=4),
 }
 
@@ -171,20 +173,19 @@ def short(workload: Workload, device: torch.device, guided: bool, steps: int = 2
     return {**request(workload, device, 0, guided), "num_inference_steps": steps}
 
 
-def measure(name: str, workload: Workload, layout: Layout, device: torch.device) -> list[dict[str, Any]]:
-    """All schedules of one workload on one layout."""
-    guidances = (False, True) if workload.guided else (False,)
+def measure(name: str, workload: Workload, layout: Layout, device: torch.device, rows: list[dict[str, Any]]) -> None:
+    """All schedules of one workload on one layout; adds a row for each."""
+    started = time.perf_counter()
     pipeline = build(workload, device)
     single: dict[bool, float] = {}
     expected: dict[bool, torch.Tensor] = {}
     syncs: dict[bool, int] = {}
-    for guided in guidances:
+    for guided in workload.guidances:
         pipeline(**short(workload, device, guided, 1))
         syncs[guided] = count_syncs(lambda guided=guided: pipeline(**short(workload, device, guided)))
         single[guided], (latents,) = timed(lambda guided=guided: pipeline(**request(workload, device, 0, guided)))
         expected[guided] = latents.clone()
     whole = torch.cuda.max_memory_allocated(device)
-    rows: list[dict[str, Any]] = []
 
     def add(
         schedule: str, guided: bool, requests: int, seconds: float, share: float, replicas: int, **more: Any
@@ -196,19 +197,26 @@ def measure(name: str, workload: Workload, layout: Layout, device: torch.device)
             | dict(ms_total=1000 * seconds, single_ms_per_step=1000 * single[guided] / workload.steps)
             | dict(speedup=requests * single[guided] / seconds, share=ideal / seconds, **more)
         )
+        if dist.get_rank() == 0:
+            row = rows[-1]
+            print(
+                f"{time.perf_counter() - started:5.1f} s  {name} {layout.name} {row['transport']}: {schedule}, "
+                f"guidance {guided}, {requests} requests: {row['ms_per_step']:.1f} ms a step, share {row['share']:.3f}",
+                flush=True,
+            )
 
     if layout.ulysses > 1:
         pipeline.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=layout.ulysses))
-        for guided in guidances:
+        for guided in workload.guidances:
             pipeline(**short(workload, device, guided, 1))
             seconds, _ = timed(lambda guided=guided: pipeline(**request(workload, device, 0, guided)))
             add("context parallel", guided, 1, seconds, 1 / layout.ulysses, 1)
-        return rows
+        return
 
     sizes = dict(pipeline_parallel_size=layout.stages, cfg_parallel_size=layout.replicas, transport=layout.transport)
     parallelize(pipeline, ParallelConfig(**sizes, timeout_seconds=60))
     pipeline.set_progress_bar_config(disable=True)
-    for guided in guidances:
+    for guided in workload.guidances:
         pipeline(**short(workload, device, guided, 1))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -216,7 +224,7 @@ def measure(name: str, workload: Workload, layout: Layout, device: torch.device)
     assert split is not None
     share = largest_share(split)
     crossing = sum(value.bytes for value in split.boundaries[0]) if split.boundaries else 0
-    for guided in guidances:
+    for guided in workload.guidances:
         extra = count_syncs(lambda guided=guided: pipeline(**short(workload, device, guided)))
         seconds, (latents,) = timed(lambda guided=guided: pipeline(**request(workload, device, 0, guided)))
         facts = dict(transport=layout.transport, equal=bool(torch.equal(latents, expected[guided])))
@@ -237,8 +245,8 @@ def measure(name: str, workload: Workload, layout: Layout, device: torch.device)
     peaks: list[Any] = [None] * layout.ranks
     dist.all_gather_object(peaks, torch.cuda.max_memory_allocated(device))
     for row in rows:
-        row.update(peak_bytes=peaks, single_peak_bytes=whole)
-    return rows
+        if row["workload"] == name:
+            row.update(peak_bytes=peaks, single_peak_bytes=whole)
 
 
 def gathered(milliseconds: list[float]) -> list[dict[str, float]]:
@@ -264,12 +272,10 @@ def rank_main(rank: int, layout: Layout, names: list[str], port: int, folder: st
     rows: list[dict[str, Any]] = []
     with torch.no_grad():
         for name in names:
-            started = time.perf_counter()
-            rows += measure(name, WORKLOADS[name], layout, device)
+            measure(name, WORKLOADS[name], layout, device, rows)
             torch.cuda.empty_cache()
             if rank == 0:
                 Path(folder, "rows.json").write_text(json.dumps(rows))
-                print(f"{layout.name} {layout.transport} {name}: {time.perf_counter() - started:.0f} s", flush=True)
     dist.barrier()
     os._exit(0)  # without the destruction of groups, which waits for communicators that nobody uses any more
 
@@ -305,12 +311,15 @@ def main() -> None:
     parser.add_argument(
         "--transports", nargs="*", default=["peer"], help="the first for all layouts, others for pp only"
     )
+    parser.add_argument("--only", help="layouts whose name this is, such as pp2")
     parser.add_argument("--ulysses", action="store_true", help="diffusers' context parallelism beside it")
     parser.add_argument("--seconds", type=float, default=300.0, help="at most, per layout")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for layout in layouts(args.gpus, args.transports, args.ulysses):
+        if args.only not in (None, layout.name):
+            continue
         rows += launch(layout, args.workloads, args.seconds)
         card = torch.cuda.get_device_name(0)
         write(args.json, {"card": card, "gpus": args.gpus, "rows": rows})
