@@ -30,6 +30,7 @@ import torch
 from torch._ops import OpOverload
 
 from dit_pipelining.errors import SplitError
+from dit_pipelining.runtime.arguments import flatten_arguments, unflatten_arguments
 from dit_pipelining.torch_internals import (
     PRIVATE_TENSOR_METHODS,
     composite_kernel,
@@ -199,9 +200,8 @@ class _Operation:
 
     def run(self) -> torch.Tensor:
         values = [leaf.get() if isinstance(leaf, _Source) else leaf for leaf in self.leaves]
-        args, kwargs = tree_unflatten(values, self.spec)
-        with torch.inference_mode(self.inference), torch.no_grad(), tracked_writes():
-            result = self.func(*args, **kwargs)
+        args, kwargs = unflatten_arguments(values, self.spec)
+        result = self.func(*args, **kwargs)
         return result if self.index is None else result[self.index]
 
 
@@ -268,22 +268,24 @@ def _wait_for(arrivals: Sequence[Arrival]) -> None:
 
 
 def _run_deferred(arrivals: Iterable[Arrival]) -> None:
-    waiting: dict[int, _Source] = {}
+    waiting: dict[int, tuple[bool, _Source]] = {}
     for arrival in arrivals:
         for reference in arrival._deferred:
             source = reference()
             if source is not None and source.operation is not None:
-                waiting[source.operation.number] = source
+                waiting[source.operation.number] = source.operation.inference, source
         arrival._deferred.clear()
     if not waiting:
         return
     with real_tensors(), no_autocast():
-        for number in sorted(waiting):
-            source = waiting[number]
-            if all(arrival.done for arrival in source.arrivals):
-                source.run()
-            else:
-                source.copy_operands()
+        in_order = (waiting[number] for number in sorted(waiting))
+        for inference, group in itertools.groupby(in_order, lambda entry: entry[0]):
+            with torch.inference_mode(inference), torch.no_grad(), tracked_writes():
+                for _, source in group:
+                    if all(arrival.done for arrival in source.arrivals):
+                        source.run()
+                    else:
+                        source.copy_operands()
 
 
 class PendingTensor(torch.Tensor):
@@ -304,10 +306,10 @@ class PendingTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves, spec = tree_flatten((args, kwargs or {}))
+        leaves, spec = flatten_arguments(args, kwargs or {})
         sources = [leaf._source for leaf in leaves if isinstance(leaf, PendingTensor)]
         if sources and (func in BESIDE_THE_DISPATCHER or all(source.ready for source in sources)):
-            real_args, real_kwargs = _resolve(leaves, spec)
+            real_args, real_kwargs = unflatten_arguments(_resolve(leaves), spec)
             return func(*real_args, **real_kwargs)
         with no_torch_function():
             result = func(*args, **(kwargs or {}))
@@ -318,7 +320,7 @@ class PendingTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        leaves, spec = tree_flatten((args, kwargs or {}))
+        leaves, spec = flatten_arguments(args, kwargs or {})
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise SplitError(
@@ -332,7 +334,7 @@ class PendingTensor(torch.Tensor):
             answer = _without_waiting(func, leaves, spec, tensors)
             if answer is not NotImplemented:
                 return answer
-        real_args, real_kwargs = _resolve(leaves, spec)
+        real_args, real_kwargs = unflatten_arguments(_resolve(leaves), spec)
         with tracked_writes():
             result = func(*real_args, **real_kwargs)
         # Torch notes next that the result is a view of the wrapper; it refuses what is known as one of the real tensor.
@@ -358,7 +360,9 @@ def pending(buffers: Any, arrival: Arrival) -> Any:
 def resolved(structure: Any) -> Any:
     """The nested structure with ordinary tensors in place of pending ones; waits for all that is still to come."""
     leaves, spec = tree_flatten(structure)
-    return _resolve(leaves, spec) if any(isinstance(leaf, PendingTensor) for leaf in leaves) else structure
+    if not any(isinstance(leaf, PendingTensor) for leaf in leaves):
+        return structure
+    return tree_unflatten(_resolve(leaves), spec)
 
 
 def is_pending(value: Any) -> bool:
@@ -376,9 +380,9 @@ def _wrap_view(leaf: Any) -> Any:
     return PendingTensor(_Source(_layout_of(leaf), leaf.device, (), value=leaf))
 
 
-def _resolve(leaves: list[Any], spec: Any) -> Any:
+def _resolve(leaves: list[Any]) -> list[Any]:
     _wait_for(_arrivals_of(leaf._source for leaf in leaves if isinstance(leaf, PendingTensor)))
-    return tree_unflatten([_real(leaf) for leaf in leaves], spec)
+    return [_real(leaf) for leaf in leaves]
 
 
 def _arrivals_of(sources: Iterable[_Source]) -> list[Arrival]:
@@ -394,7 +398,7 @@ def _without_waiting(func: OpOverload, leaves: list[Any], spec: Any, tensors: li
         return NotImplemented
     sources = [tensor._source for tensor in tensors if isinstance(tensor, PendingTensor)]
     if func.overloadpacket in FACTORIES:
-        args, kwargs = tree_unflatten([_layout_if_tensor(leaf) for leaf in leaves], spec)
+        args, kwargs = unflatten_arguments([_layout_if_tensor(leaf) for leaf in leaves], spec)
         args = [arg.without_data() if isinstance(arg, _Layout) else arg for arg in args]
         return func(*args, **{**kwargs, "device": kwargs.get("device") or sources[0].device})
     if _is_view(func):
@@ -416,7 +420,9 @@ def _is_elementwise(func: OpOverload) -> bool:
 
 
 def _view_buffer(func: OpOverload, leaves: list[Any], spec: Any, source: _Source) -> Any:
-    args, kwargs = tree_unflatten([source.value if isinstance(leaf, PendingTensor) else leaf for leaf in leaves], spec)
+    args, kwargs = unflatten_arguments(
+        [source.value if isinstance(leaf, PendingTensor) else leaf for leaf in leaves], spec
+    )
     with tracked_writes():
         views = func(*args, **kwargs)
     return tree_map(lambda v: PendingTensor(_Source(_layout_of(v), source.device, source.arrivals, value=v)), views)
@@ -467,7 +473,7 @@ def _results(
 ) -> _Layout | list[_Layout] | None:
     """The layout of the result, or of each result, of an operation that may be deferred; None for one that may not."""
     leaves = [value.without_data() if kind is _Layout else value for kind, value in arguments]
-    args, kwargs = tree_unflatten(leaves, spec)
+    args, kwargs = unflatten_arguments(leaves, spec)
     if kwargs.get("pin_memory") or kwargs.pop("device", None) not in (None, device):
         return None
     with real_tensors():
