@@ -1,7 +1,9 @@
 """What a captured graph depends on: the structure, shapes and plain values of one call's inputs."""
 
 import enum
+import functools
 import inspect
+import types
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,7 +54,7 @@ def bind(forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
     Raises:
         InputError: an argument is unknown, missing, or given twice.
     """
-    signature = inspect.signature(forward)
+    signature = _signature(forward)
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -67,6 +69,18 @@ def bind(forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
         elif parameter.kind is parameter.VAR_POSITIONAL and (nameless := named.pop(name)):
             raise InputError(f"pass the inputs by name: {name}={nameless!r} came without names.")
     return named
+
+
+def _signature(forward: Any) -> inspect.Signature:
+    """The signature of a forward; kept for methods, whose class does not change, since reading it costs a call's time."""
+    if not isinstance(forward, types.MethodType):
+        return inspect.signature(forward)
+    return _signature_of_method(forward.__func__)
+
+
+@functools.lru_cache(maxsize=256)
+def _signature_of_method(function: Any) -> inspect.Signature:
+    return inspect.signature(types.MethodType(function, object()))
 
 
 def first_argument(forward: Any) -> str:

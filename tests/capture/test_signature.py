@@ -150,3 +150,16 @@ def test_an_argument_given_twice_is_an_error() -> None:
 def test_arguments_that_have_no_name_are_an_error() -> None:
     with pytest.raises(InputError, match=r"pass the inputs by name: more=\(2,\) came"):
         bind(Positional().forward, (1, 2), {})
+
+
+def test_a_forward_that_is_replaced_on_its_class_is_read_anew() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return hidden_states
+
+    model = Model()
+    assert bind(model.forward, (1,), {}) == {"hidden_states": 1}
+    Model.forward = lambda self, latents, scale=2: latents  # type: ignore[assignment, method-assign]
+    assert bind(model.forward, (1,), {}) == {"latents": 1, "scale": 2}
+    model.forward = lambda other: other  # type: ignore[method-assign]
+    assert bind(model.forward, (1,), {}) == {"other": 1}
