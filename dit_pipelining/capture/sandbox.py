@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
@@ -27,7 +27,7 @@ def exchanged_tensors(
     modules = dict(model.named_modules())
     made: dict[int, torch.Tensor] = {}
     names: dict[int, str] = {}
-    saved = [(module, _saved_state(module)) for module in modules.values()]
+    saved = _saved_state(modules.values())
     _empty_function_caches(modules.values())
     try:
         for prefix, module in modules.items():
@@ -40,8 +40,8 @@ def exchanged_tensors(
                         tensors[name] = made[id(tensor)]
         yield names
     finally:
-        for module, state in saved:
-            _restore_state(module, state)
+        for container, content in saved:
+            _restore(container, content)
         _empty_function_caches(modules.values())
 
 
@@ -111,25 +111,41 @@ SHARED_CODE = {"diffusers.utils.peft_utils", "torch.nn.attention.flex_attention"
 """Where models find functions that they do not import by name."""
 
 
-def _saved_state(module: nn.Module) -> dict[str, Any]:
-    """A copy of the module's attributes, one level into containers, where forwards keep their caches."""
-    return {
-        name: (value, value.copy()) if isinstance(value, dict | list | set) else (value, None)
-        for name, value in module.__dict__.items()
-    }
+def _saved_state(modules: Iterable[nn.Module]) -> list[tuple[Any, Any]]:
+    """Copies of everything that a forward could change on its modules.
+
+    That is their attributes, the containers in these, and the attributes of plain objects of the model's own code (a
+    rotary embedder that keeps a table), however deep.
+    """
+    modules = list(modules)
+    packages = {type(module).__module__.split(".")[0] for module in modules} - {"torch"}
+    pending: list[Any] = [vars(module) for module in modules]
+    saved: dict[int, tuple[Any, Any]] = {}
+    while pending:
+        value = pending.pop()
+        if isinstance(value, nn.Module | type) or id(value) in saved:
+            continue
+        if isinstance(value, dict | list | set):
+            saved[id(value)] = value, _copy(value)
+            pending += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, tuple):
+            pending += value
+        elif type(value).__module__.split(".")[0] in packages and isinstance(getattr(value, "__dict__", None), dict):
+            pending.append(vars(value))
+    return list(saved.values())
 
 
-def _restore_state(module: nn.Module, state: dict[str, Any]) -> None:
-    attributes = module.__dict__
-    for name in [name for name in attributes if name not in state]:
-        del attributes[name]
-    for name, (value, content) in state.items():
-        if isinstance(value, list):
-            value[:] = content
-        elif isinstance(value, dict | set) and _differs(value, content):
-            value.clear()
-            value.update(content)
-        attributes[name] = value
+def _copy(container: Any) -> Any:
+    kind = next(kind for kind in (dict, list, set) if isinstance(container, kind))
+    return kind(container)
+
+
+def _restore(container: Any, content: Any) -> None:
+    if isinstance(container, list):
+        container[:] = content
+    elif _differs(container, content):
+        container.clear()
+        container.update(content)
 
 
 def _differs(value: Any, content: Any) -> bool:

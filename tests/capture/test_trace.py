@@ -363,6 +363,36 @@ def test_a_cache_that_was_filled_before_the_capture_is_kept() -> None:
     assert model.history[0] is history[0]
 
 
+class Table:
+    """A plain object that makes its rows when it is first asked, and keeps them in a list of lists."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[torch.Tensor]] | None = None
+
+    def get(self, length: int) -> torch.Tensor:
+        if self.rows is None:
+            self.rows = [[torch.arange(16.0)[:, None] * torch.ones(DIM)]]
+        return self.rows[0][0][:length]
+
+
+class CachesInAHelper(Toy):
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.helper = {"table": Table()}
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.run_blocks(hidden_states, self.helper["table"].get(hidden_states.shape[1]))
+
+
+def test_tables_of_plain_objects_are_restored_after_a_capture() -> None:
+    model = CachesInAHelper()
+    capture(model, hidden())
+    assert model.helper["table"].rows is None
+    split = split_model(model, 2, hidden())
+    longer = dict(hidden_states=randn(2, 6, DIM))
+    assert_same(split(**longer), model(**longer))
+
+
 @functools.lru_cache(maxsize=8)
 def positions(length: int, dim: int = DIM) -> torch.Tensor:
     return torch.arange(length)[:, None] / torch.arange(1, dim + 1)
