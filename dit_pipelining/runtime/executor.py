@@ -4,18 +4,20 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch import nn
 
 from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.capture.graph import BlockGraph, CaptureCache
-from dit_pipelining.capture.signature import CallInputs, bind, first_argument
+from dit_pipelining.capture.signature import CallInputs, bind, first_argument, flatten_inputs
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.costs.model_costs import model_costs
 from dit_pipelining.costs.timing import find_timing
 from dit_pipelining.lowering.boundary import StagePlan
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.lowering.stage import StageModule
-from dit_pipelining.runtime.microbatches import Cutter, merge
+from dit_pipelining.runtime.idle import IdleReplicas
+from dit_pipelining.runtime.microbatches import Cutter, batch_size, gives_batch, is_share, merge
 from dit_pipelining.runtime.pending import resolved
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.runtime.schedules import GPipe
@@ -58,16 +60,29 @@ class TransformerExecutor:
         self._fill_stage = fill_stage
         self._gpipe: GPipe | None = None
         latents = first_argument(model.forward)
-        self._over_replicas = Cutter(latents, config.cfg_parallel_size)
-        self._along_stages = Cutter(latents, config.microbatches)
+        self._over_replicas = Cutter(latents, config.cfg_parallel_size, self._fits)
+        self._along_stages = Cutter(latents, config.microbatches, self._fits)
+        self._idle = IdleReplicas(name, config.cfg_parallel_size)
 
     def __call__(self, kwargs: Mapping[str, Any]) -> Any:
         """Run one call of the forward; returns on every rank what the unsplit transformer returns."""
         kwargs = resolved(dict(kwargs))
         parts = [part for own in self._over_replicas.cut(kwargs) for part in self._along_stages.cut(own)]
+        self._idle.see(self.rolling.turns, len(parts))
         split = self.split or self._split(parts[0])
         calls = [split.resolve(part) for part in parts]
         return merge(self._run_gpipe(calls) if self._gpipe is not None else [self._submit(*call) for call in calls])
+
+    def _fits(self, whole: Mapping[str, Any], part: Mapping[str, Any], size: int) -> bool:
+        """Whether the forward takes these inputs of a smaller batch, and does its share of the whole with them."""
+        try:
+            graph, reference = self._captures.get(part), self._captures.get(whole)
+        except Exception:  # whatever it is: if the whole batch fails too, that error is raised
+            return False
+        outputs = [torch.empty(node.meta["shape"], device="meta") for node in graph.output_nodes]
+        output = graph.rebuild_output(outputs, flatten_inputs(part))
+        count = batch_size(whole, graph.main_input) // size
+        return gives_batch(output, size) and is_share(reference, graph, count)
 
     def _submit(self, graph: BlockGraph, inputs: CallInputs) -> Any:
         stage = self._stage()

@@ -50,6 +50,11 @@ class Turns:
         """The request this code runs for; one and the same outside `run`."""
         return _current.get() or self.alone
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other request could be in flight."""
+        return self.current() is self.alone
+
     def end_turn(self) -> None:
         """Called before waiting for a result: lets the others run if this request has submitted something."""
         request = self.current()

@@ -5,7 +5,7 @@ import gc
 import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
-from dit_pipelining.runtime.microbatches import Cutter, merge
+from dit_pipelining.runtime.microbatches import Cutter, Fits, gives_batch, merge
 
 
 def test_only_what_has_a_batch_is_cut() -> None:
@@ -68,3 +68,49 @@ def test_the_slices_of_a_tensor_are_the_same_objects_until_it_changes_or_dies() 
 def test_a_batch_that_cannot_be_told_from_another_dimension_stays_whole() -> None:
     call = {"x": torch.zeros(3, 5), "positions": torch.zeros(3, 3, 7)}
     assert len(Cutter("x", 3).cut(call)) == 1
+
+
+def test_latents_with_as_many_channels_as_samples_are_cut() -> None:
+    assert len(Cutter("x", 2).cut({"x": torch.zeros(4, 4, 2), "t": torch.zeros(4)})) == 2
+
+
+def needs(**shapes: tuple[int, ...]) -> Fits:
+    """A forward that takes inputs of these shapes only."""
+    return lambda whole, part, size: all(tuple(part[name].shape) == shape for name, shape in shapes.items())
+
+
+def test_the_reading_of_the_inputs_is_the_one_that_the_forward_takes() -> None:
+    call = {"x": torch.zeros(2, 5), "layers": torch.arange(6.0).reshape(3, 2, 1), "table": torch.zeros(4, 2)}
+    first, second = Cutter("x", 2, needs(x=(1, 5), layers=(3, 1, 1), table=(4, 1))).cut(call)
+    assert first["layers"].flatten().tolist() == [0, 2, 4]
+    assert second["layers"].flatten().tolist() == [1, 3, 5]
+    first, _ = Cutter("x", 2, needs(x=(1, 5), layers=(3, 2, 1))).cut(call)
+    assert first["table"] is call["table"]
+    assert len(Cutter("x", 2, needs(x=(2, 5))).cut(call)) == 1
+
+
+def test_sizes_of_each_sample_are_cut_and_lists_of_numbers_are_not() -> None:
+    call = {"x": torch.zeros(2, 5), "img_shapes": [[(1, 4, 4)], [(1, 2, 2)]], "skip_layers": [7, 8]}
+    _, second = Cutter("x", 2).cut(call)
+    assert second["img_shapes"] == [[(1, 2, 2)]]
+    assert second["skip_layers"] == [7, 8]
+
+
+def test_lists_with_a_tensor_per_sample_are_cut_where_the_forward_wants_it() -> None:
+    call = {"x": torch.zeros(2, 5), "images": [torch.zeros(3), torch.ones(4)]}
+    _, second = Cutter("x", 2, lambda whole, part, size: len(part["images"]) == size).cut(call)
+    assert [image.shape[0] for image in second["images"]] == [4]
+
+
+def test_a_call_with_a_cache_stays_whole() -> None:
+    class Cache:
+        pass
+
+    assert len(Cutter("x", 2).cut({"x": torch.zeros(2, 5), "cache": Cache()})) == 1
+
+
+def test_an_output_is_merged_only_if_all_of_it_has_the_batch() -> None:
+    assert gives_batch((torch.zeros(1, 2), None, {"sample": torch.zeros(1)}), 1)
+    assert gives_batch([torch.zeros(7), torch.zeros(5)], 2)
+    assert not gives_batch((torch.zeros(1, 2), torch.zeros(())), 1)
+    assert not gives_batch([torch.zeros(2, 7)], 2)
