@@ -136,18 +136,28 @@ def build_model(case: Case, seed: int = 0) -> nn.Module:
     """
     patch_torchvision_resize()
     patch_mask_compilation()
-    with torch.random.fork_rng(devices=[]), _uninitialised_memory_is_nan():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = case.load_class()(**deepcopy(dict(case.init)))
+        with with_noise() as models:
+            model = case.load_class()(**deepcopy(dict(case.init)))
+            models.append(model)
+    if case.attention_backend is not None:
+        _set_attention_backend(model, case.attention_backend)
+    return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def with_noise() -> Iterator[list[nn.Module]]:
+    """Yields a list; the models that are in it at the end get noise where their class leaves parameters constant."""
+    models: list[nn.Module] = []
+    with _uninitialised_memory_is_nan():
+        yield models
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in (parameter for model in models for parameter in model.parameters()):
                 if parameter.isnan().any():
                     parameter.normal_(std=NOISE_SCALE)
                 elif parameter.numel() and parameter.min() == parameter.max():
                     parameter.add_(torch.randn(parameter.shape), alpha=NOISE_SCALE)
-    if case.attention_backend is not None:
-        _set_attention_backend(model, case.attention_backend)
-    return model.eval().requires_grad_(False)
 
 
 def build_inputs(case: Case, seed: int = 0, device: str | torch.device = "cpu") -> dict[str, Any]:
