@@ -13,6 +13,7 @@ __all__ = [
     "NotATransformerError",
     "PartitionError",
     "SplitError",
+    "StageForwardError",
     "WorldSizeError",
 ]
 
@@ -51,6 +52,10 @@ class ModelNotFoundError(SplitError):
 
 class CheckpointError(SplitError):
     """A checkpoint folder lacks files or tensors, or holds tensors that the model does not know."""
+
+
+class StageForwardError(SplitError, TypeError):
+    """A hand-written transformer or predict_noise does not take or give intermediate tensors as a stage must."""
 
 
 USER_ERRORS = (SplitError, PartitionError)
