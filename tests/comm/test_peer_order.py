@@ -1,0 +1,234 @@
+"""The order in which ranks give their GPUs work, played on GPUs that have a single queue each.
+
+A real GPU has many hardware queues, and nobody says which streams share one. So the worst case is played here: all streams
+of a rank share one queue, in which an operation that has to wait holds up everything behind it. The program of every rank
+runs to its end first (no host waits for another), then the queues are worked off.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dit_pipelining.comm import peer_links
+from dit_pipelining.comm.mesh import Mesh
+from dit_pipelining.comm.peer_links import PeerLinks
+from dit_pipelining.runtime import streams
+from dit_pipelining.runtime.calls import StageCall
+from dit_pipelining.runtime.streams import StageStreams
+
+CPU = torch.device("cpu")
+
+
+class Machine:
+    """GPUs with one queue each, and their memory: counters by (rank, offset), and what was copied into slots."""
+
+    def __init__(self, ranks: int) -> None:
+        self.queues: list[deque[tuple[str, Callable[[], bool]]]] = [deque() for _ in range(ranks)]
+        self.counters: dict[tuple[int, int], int] = {}
+        self.slots: dict[tuple[int, int], int] = {}
+        self.rank = 0
+
+    def give(self, name: str, ready: Callable[[], bool]) -> None:
+        """Append an operation to the queue of the rank whose program runs; it happens once `ready` returns True."""
+        self.queues[self.rank].append((name, ready))
+
+    def work_off(self) -> list[str]:
+        """Run all queues; returns what could not be run, because what it waits for never comes."""
+        moved = True
+        while moved:
+            moved = False
+            for queue in self.queues:
+                while queue and queue[0][1]():
+                    queue.popleft()
+                    moved = True
+        return [queue[0][0] for queue in self.queues if queue]
+
+
+class FakeEvent:
+    """Happens when the queue has come to where it was recorded."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.happened = False
+        self.machine = machine
+
+    def record(self) -> "FakeEvent":
+        def happen() -> bool:
+            self.happened = True
+            return True
+
+        self.machine.give("event", happen)
+        return self
+
+    def query(self) -> bool:
+        return self.happened
+
+
+class FakeStream:
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
+        return (event or FakeEvent(self.machine)).record()
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.machine.give("wait for event", lambda: event.happened)
+
+
+class FakeMemory:
+    """As PeerMemory, of one rank's view."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def address(self, rank: int, offset: int) -> Any:
+        return rank, offset
+
+    def view(self, rank: int, offset: int, shape: Any, dtype: torch.dtype) -> Any:
+        return Slot(self.machine, (rank, offset))
+
+
+class Slot:
+    """A tensor in a slot; copying marks it with the number of the call that the copied tensor belongs to."""
+
+    def __init__(self, machine: Machine, place: tuple[int, int]) -> None:
+        self.machine = machine
+        self.place = place
+        self.nbytes = 4
+
+    def copy_(self, tensor: Any, non_blocking: bool) -> None:
+        def copy() -> bool:
+            self.machine.slots[self.place] = tensor.number
+            return True
+
+        self.machine.give("copy", copy)
+
+
+class Numbered:
+    """A tensor of one call."""
+
+    def __init__(self, machine: Machine, number: int) -> None:
+        self.machine = machine
+        self.number = number
+        self.shape, self.dtype, self.nbytes = (1,), torch.float32, 4
+
+    def copy_(self, other: Any) -> None:
+        if isinstance(other, Slot):
+            self.machine.give(f"take in result {self.number}", lambda: self._expect(other))
+
+    def _expect(self, slot: Slot) -> bool:
+        assert self.machine.slots[slot.place] == self.number, "the slot holds another call's result"
+        return True
+
+
+class FakeStage:
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def messages(self, graph: Any) -> tuple[tuple[int, ...], ...]:
+        return ((4,),)
+
+    def received(self, graph: Any) -> list[Any]:
+        return [SimpleNamespace(wire_shape=(1,), dtype=torch.float32)]
+
+    def run(self, number: Any, received: Any, leaves: Any) -> list[Numbered]:
+        for slot in received:
+
+            def check(slot: Slot = slot) -> bool:
+                assert self.machine.slots[slot.place] == number, "the stage got another call's data"
+                return True
+
+            self.machine.give(f"stage of call {number}", check)
+        return [Numbered(self.machine, number)]
+
+
+@contextmanager
+def played(machine: Machine) -> Iterator[None]:
+    """Let streams and links give their work to the machine in place of CUDA."""
+
+    def wait_value(stream: Any, place: Any, value: int) -> None:
+        machine.give(f"wait for {place} >= {value}", lambda: machine.counters.get(place, 0) >= value)
+
+    def write_value(stream: Any, place: Any, value: int) -> None:
+        def write() -> bool:
+            machine.counters[place] = value
+            return True
+
+        machine.give("write", write)
+
+    cuda = SimpleNamespace(
+        Stream=lambda *_, **__: FakeStream(machine),
+        Event=lambda **_: FakeEvent(machine),
+        current_stream=lambda _: FakeStream(machine),
+        stream=lambda _: torch.no_grad(),
+        synchronize=lambda _: None,
+    )
+    fake = SimpleNamespace(cuda=cuda, Tensor=torch.Tensor, no_grad=torch.no_grad)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peer_links, "wait_value", wait_value)
+        patch.setattr(peer_links, "write_value", write_value)
+        patch.setattr(peer_links, "PeerMemory", lambda *_: FakeMemory(machine))
+        patch.setattr(peer_links.torch, "cuda", cuda)
+        patch.setattr(peer_links.dist, "barrier", lambda **_: None)
+        patch.setattr(streams, "torch", fake)
+        yield
+
+
+def program(machine: Machine, mesh: Mesh, plan: list[tuple[int, int]], window: int) -> None:
+    """What the host of one rank does: submits calls, and waits for the result of each before it submits a later one.
+
+    Args:
+        machine: that plays the GPUs.
+        mesh: the rank's part.
+        plan: for each call the replica it runs on, and how many calls later its result is waited for.
+        window: at most so many calls are in flight.
+    """
+    runner = StageStreams(PeerLinks(mesh, None, CPU), CPU, lambda error: None)  # type: ignore[arg-type]
+    waiting: list[tuple[int, StageCall]] = []
+    for number, (replica, delay) in enumerate(plan):
+        due = [entry for entry in waiting if entry[0] <= number or len(waiting) >= window]
+        for entry in due:
+            runner.wait(entry[1])
+            waiting.remove(entry)
+        stage: Any = FakeStage(machine)
+        graph: Any = number
+        results: list[Any] = [Numbered(machine, number)]
+        call = StageCall(stage, graph, {}, replica, results, [])
+        runner.submit(call)
+        waiting.append((number + delay, call))
+    for _, call in waiting:
+        runner.wait(call)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6)), min_size=1, max_size=24),
+    st.integers(1, 6),
+)
+def test_no_order_of_calls_and_waits_can_deadlock_even_with_one_hardware_queue_per_gpu(
+    stages: int, replicas: int, plan: list[tuple[int, int]], window: int
+) -> None:
+    plan = [(replica % replicas, delay) for replica, delay in plan]
+    machine = Machine(stages * replicas)
+    with played(machine):
+        for rank in range(stages * replicas):
+            machine.rank = rank
+            program(machine, Mesh(rank, stages, replicas), plan, window)
+        assert machine.work_off() == []
+
+
+def test_the_game_notices_a_rank_that_submits_in_another_order() -> None:
+    machine = Machine(2)
+    with played(machine):
+        for rank, plan in enumerate([[(0, 1)] * 3, [(0, 1)] * 2]):
+            machine.rank = rank
+            program(machine, Mesh(rank, 2, 1), plan, 2)
+        assert machine.work_off()
