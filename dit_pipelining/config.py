@@ -19,6 +19,7 @@ from partitioners.explicit import ENVIRONMENT
 from partitioners.partition import check_counts
 
 SCHEDULES = ("rolling", "gpipe")
+COMPILE_MODES = (None, "blocks", "blocks-cudagraphs")
 TRANSPORTS = ("auto", "peer", "nccl", "host")
 
 
@@ -42,6 +43,9 @@ class ParallelConfig:
         schedule: `"rolling"`: a call returns at once with a result that is waited for when it is used, so that both
             branches of a step, and several requests, are in flight. `"gpipe"`: torch's ScheduleGPipe over the microbatches
             of each call, which runs it to its end.
+        compile: None; `"blocks"`: each kind of block is compiled once by torch.compile, which changes the last bits;
+            `"blocks-cudagraphs"`: a stage's work is replayed as a CUDA graph too, for sizes where launching kernels takes
+            longer than running them.
         transport: how data moves between the ranks. `"auto"`: `"peer"` where each rank has a GPU of its own on one host
             (copy engines, ordered by the GPUs themselves), `"nccl"` across hosts, `"host"` on CPUs and for ranks that
             share a GPU (gloo, through host memory).
@@ -60,6 +64,7 @@ class ParallelConfig:
     microbatches: int = 1
     cfg_parallel_size: int = 1
     schedule: str = "rolling"
+    compile: str | None = None
     transport: str = "auto"
     timeout_seconds: float = 600.0
 
@@ -67,9 +72,9 @@ class ParallelConfig:
         for name in ("pipeline_parallel_size", "cfg_parallel_size", "microbatches"):
             check_positive(name, getattr(self, name))
         check_partitioner(self.partitioner)
-        for name, known in (("schedule", SCHEDULES), ("transport", TRANSPORTS)):
+        for name, known in (("schedule", SCHEDULES), ("transport", TRANSPORTS), ("compile", COMPILE_MODES)):
             if getattr(self, name) not in known:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}.")
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(map(str, known))}.")
         if self.schedule == "gpipe" and self.cfg_parallel_size > 1:
             raise ConfigError(
                 'schedule="gpipe" runs one pipeline; use schedule="rolling" with cfg_parallel_size above 1.'

@@ -43,7 +43,7 @@ class KeptFunction:
             return self.function(root, *inputs)
         key = tuple(id(tensor) for tensor in inputs)
         places = tuple(tensor.data_ptr() for tensor in weights)  # changed by `parameter.data = ...` alone
-        state = (versions, places, _adapter_state(root, self.weights))
+        state = (versions, places, adapter_state(root, self.weights))
         known = self._kept.get(key)
         if known is None or known.state != state or not known.is_of(inputs, weights):
             known = self._kept[key] = self._entry(key, state, inputs, weights, self.function(root, *inputs))
@@ -88,13 +88,13 @@ class _Entry:
         )
 
 
-def _adapter_state(root: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
+def adapter_state(root: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
     """Scales and switches of the LoRA layers below these names: they change a result without a write into a tensor."""
-    layers = [vars(part) for name in names for part in _parts_at(root, name) if "scaling" in vars(part)]
+    layers = [vars(part) for name in names for part in parts_at(root, name) if "scaling" in vars(part)]
     return tuple(repr(attributes.get(name)) for attributes in layers for name in ADAPTER_ATTRIBUTES)
 
 
-def _parts_at(root: nn.Module, name: str) -> Iterable[nn.Module]:
+def parts_at(root: nn.Module, name: str) -> Iterable[nn.Module]:
     value = _value_at(root, name)
     return value.modules() if isinstance(value, nn.Module) else ()
 

@@ -31,6 +31,7 @@ def exchanged_tensors(
     _empty_function_caches(modules.values())
     try:
         for prefix, module in modules.items():
+            module.__dict__.pop("_compiled_call_impl", None)  # `module.compile()`: nothing to compile for without data
             for tensors in (module._parameters, module._buffers):
                 for name, tensor in tensors.items():
                     if tensor is not None:

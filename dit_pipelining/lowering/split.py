@@ -64,6 +64,18 @@ class SplitModel:
     def num_stages(self) -> int:
         return self.partition.num_stages
 
+    def compile(self, mode: str = "blocks", stages: Sequence[int] | None = None) -> None:
+        """Compile the blocks of some stages.
+
+        Each kind of block is compiled once in a process, by torch.compile, however many blocks of the kind there are.
+
+        Args:
+            mode: `"blocks"`, or `"blocks-cudagraphs"`, which also replays a stage's work for one signature as a CUDA graph.
+            stages: which. Default: all.
+        """
+        for index in range(self.num_stages) if stages is None else stages:
+            self.stages[index].compile(mode)
+
     def resolve(self, kwargs: Mapping[str, Any]) -> tuple[BlockGraph, CallInputs]:
         """The graph for these inputs, captured and lowered to all stages if it is new.
 

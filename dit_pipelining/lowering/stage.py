@@ -1,16 +1,17 @@
 """StageModule: one stage of a split model, an nn.Module whose state dict is a subset of the model's own."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from dit_pipelining.capture.code import Function, compile_nodes
 from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.signature import CallInputs
 from dit_pipelining.lowering.boundary import BoundaryValue, StagePlan
+from dit_pipelining.lowering.cuda_graph import GraphedFunction
 from dit_pipelining.lowering.invariant import InvariantGroup, split_invariant
 
 
@@ -36,6 +37,12 @@ class StageProgram:
     inputs: tuple[str, ...]
     groups: tuple[InvariantGroup, ...]
     function: Function
+
+    @property
+    def blocks(self) -> list[fx.Node]:
+        """The calls of blocks."""
+        mine = set(self.plan.computed)
+        return [node for node in self.graph.blocks if node in mine]
 
     def run(
         self, root: nn.Module, received: Sequence[torch.Tensor], leaves: Mapping[str, Any]
@@ -97,6 +104,7 @@ class StageModule(nn.Module):
         self.num_stages = num_stages
         self.held_weights = weights
         self.programs: dict[int, StageProgram] = {}
+        self.cuda_graphs = False
         self.__dict__["_model"] = model  # not as a submodule: the stage holds its own part only
         for name in sorted(weights, key=lambda name: (name.count("."), name)):
             _hold(self, model, name)
@@ -119,7 +127,22 @@ class StageModule(nn.Module):
         return found
 
     def add_program(self, program: StageProgram) -> None:
+        if self.cuda_graphs:
+            program = replace(program, function=GraphedFunction(program.function, tuple(sorted(self.held_weights))))
         self.programs[id(program.graph)] = program
+
+    def compile(self, mode: str) -> None:
+        """Make the stage faster; see `ParallelConfig.compile`. Programs that are added later are treated alike.
+
+        Args:
+            mode: `"blocks"` or `"blocks-cudagraphs"`.
+        """
+        for name in dict.fromkeys(str(node.target) for own in self.programs.values() for node in own.blocks):
+            self.model.get_submodule(name).compile()
+        if mode == "blocks-cudagraphs" and not self.cuda_graphs:
+            self.cuda_graphs = True
+            for program in list(self.programs.values()):
+                self.add_program(program)
 
     def has_program(self, graph: BlockGraph) -> bool:
         return id(graph) in self.programs

@@ -116,6 +116,8 @@ class TransformerExecutor:
         self.split = SplitModel(
             self.model, self._captures, graph, partition, lambda plans: self._fill_stage(plans[stage])
         )
+        if self.config.compile:
+            self.split.compile(self.config.compile, [stage])
         if self.config.schedule == "gpipe":
             self._gpipe = GPipe(self._stage(), self.device)
         return self.split
