@@ -10,7 +10,7 @@ from torch import nn
 from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.capture.graph import CaptureCache
 from dit_pipelining.capture.signature import bind
-from dit_pipelining.comm.launch import join, launched_rank, launched_world_size
+from dit_pipelining.comm.launch import Launch, launched_rank
 from dit_pipelining.config import ParallelConfig, check_partitioner, check_positive, early_counts_check
 from dit_pipelining.costs.model_costs import model_costs
 from dit_pipelining.costs.timing import TimingChoice, find_timing
@@ -130,20 +130,34 @@ def load_pipeline(
             there.
         ModelNotFoundError, CheckpointError, NotATransformerError: there is nothing to load or to split.
         PartitionError: more stages than blocks, or a partition that cannot be.
+        RemoteRankError: loading failed on another rank, or a rank did not arrive within `timeout_seconds`; names it.
     """
     config = config or ParallelConfig()
-    config.check_world_size(launched_world_size())
     if dtype is not None and torch_dtype is not None:
         raise ConfigError(
             f"dtype={dtype} and torch_dtype={torch_dtype} are two names of one argument; give one of them."
         )
     dtype = torch_dtype if dtype is None else dtype
+    with Launch(config) as launch:
+        return _load(launch, source, config, pipeline_class, dtype, variant, revision, components)
+
+
+def _load(
+    launch: Launch,
+    source: str | Path,
+    config: ParallelConfig,
+    pipeline_class: type,
+    dtype: DtypeChoice,
+    variant: str | None,
+    revision: str | None,
+    components: Mapping[str, Any],
+) -> Any:
     if launched_rank() != 0:
         silence_loading_bars()
     folder = pipeline_folder(source, variant=variant, revision=revision)
     options = {"dtype": dtype, "variant": variant, **components}
     if config.world_size == 1:
-        pipeline = pipeline_class.from_pretrained(folder, **options).to(join(config))  # type: ignore[attr-defined]
+        pipeline = pipeline_class.from_pretrained(folder, **options).to(launch.join())  # type: ignore[attr-defined]
         pipeline.register_to_config(_name_or_path=str(source))
         config.check_components(name for name, part in pipeline.components.items() if is_transformer(type(part)))
         return pipeline
@@ -157,13 +171,13 @@ def load_pipeline(
         passed = ", ".join(f"{name}={type(value).__name__}" for name, value in components.items())
         raise NotATransformerError(f"{passed}: no diffusion transformer is left to split. Leave the transformer out.")
     _check_splits(config, models)
-    device = join(config)
+    device = launch.join()
     with without_components(folder, [*models, *components]) as rest:
         pipeline = pipeline_class.from_pretrained(rest, **{**options, **models})  # type: ignore[attr-defined]
         name_sources(pipeline, source, folder, loaded_from=rest)
     fill = {name: from_memory(model, device) for name, model in given.items()}
     fill |= {name: from_checkpoint(transformer, device) for name, transformer in empty.items()}
-    spread(pipeline, models, fill, config, device)
+    spread(pipeline, models, fill, config, device, launch.guard)
     return pipeline
 
 
@@ -180,15 +194,16 @@ def parallelize(pipeline: Any, config: ParallelConfig) -> Any:
         the pipeline, on this rank's device.
 
     Raises:
-        WorldSizeError, ConfigError, NotATransformerError, PartitionError: as in `load_pipeline`.
+        WorldSizeError, ConfigError, NotATransformerError, PartitionError, RemoteRankError: as in `load_pipeline`.
     """
-    config.check_world_size(launched_world_size())
-    if config.world_size == 1:
-        return pipeline.to(join(config))
-    models = transformers_of(pipeline)
-    _check_splits(config, models)
-    device = join(config)
-    spread(pipeline, models, {name: from_memory(model, device) for name, model in models.items()}, config, device)
+    with Launch(config) as launch:
+        if config.world_size == 1:
+            return pipeline.to(launch.join())
+        models = transformers_of(pipeline)
+        _check_splits(config, models)
+        device = launch.join()
+        fill = {name: from_memory(model, device) for name, model in models.items()}
+        spread(pipeline, models, fill, config, device, launch.guard)
     return pipeline
 
 
@@ -224,6 +239,7 @@ def generate(
         what each call returns, in order; bit for bit what it returns alone. With `on_output`, what that returned.
 
     Raises:
-        InputError: a request is no dict.
+        InputError: a request is no dict, or the ranks were given different requests.
+        RemoteRankError: another rank failed first; names it and the cause.
     """
     return run_requests(pipeline, requests, max_in_flight, on_output)

@@ -12,6 +12,7 @@ __all__ = [
     "ModelNotFoundError",
     "NotATransformerError",
     "PartitionError",
+    "RemoteRankError",
     "SplitError",
     "StageForwardError",
     "WorldSizeError",
@@ -56,6 +57,10 @@ class CheckpointError(SplitError):
 
 class StageForwardError(SplitError, TypeError):
     """A hand-written transformer or predict_noise does not take or give intermediate tensors as a stage must."""
+
+
+class RemoteRankError(RuntimeError):
+    """Another rank failed first, died, left or never came; the message names it, the cause and its traceback."""
 
 
 USER_ERRORS = (SplitError, PartitionError)

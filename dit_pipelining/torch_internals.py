@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -173,3 +174,19 @@ def symmetric_memory(size: int, group: dist.ProcessGroup, device: torch.device) 
 
     memory = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
     return memory, _symmetric_memory.rendezvous(memory, group)
+
+
+def default_store() -> dist.Store:
+    """The store through which the default process group was made."""
+    return c10d._get_default_store()
+
+
+def own_client(store: dist.Store) -> dist.Store:
+    """A second connection to a store: requests of one connection wait for each other."""
+    client: dist.Store = store.clone()  # type: ignore[attr-defined]
+    return client
+
+
+def every_group() -> list[dist.ProcessGroup]:
+    """All process groups that this rank is in."""
+    return list(c10d._world.pg_map)

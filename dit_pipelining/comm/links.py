@@ -8,7 +8,6 @@ so a receive that waits would hold up a send that the other side waits for (seen
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -22,9 +21,6 @@ from dit_pipelining.comm.mesh import Mesh
 
 Work = dist.Work | Transfer
 """A transfer on its way: `wait` makes its data usable on the current stream."""
-
-UNUSED_TAG = 1 << 20
-"""Of a receive that nothing is ever sent to."""
 
 
 @dataclass(frozen=True)
@@ -95,27 +91,6 @@ def make_links(mesh: Mesh, timeout: timedelta, device: torch.device, backend: st
                 _wait(own.send(mesh.stage, [probe]))
         _wait(own.share([probe]))
     return links
-
-
-def wake_waiters(links: Sequence[ReplicaLinks], rank: int) -> None:
-    """Make every wait on these groups end with an error, here and on the ranks at the other ends.
-
-    NCCL groups are aborted. Aborting a gloo group wakes nobody; a wait on it that times out closes its connections.
-    """
-    if not dist.is_initialized():
-        return  # the groups are gone already
-    for own in links:
-        for group in (*own.hops, own.results):
-            members = dist.get_process_group_ranks(group) if dist.get_rank(group) >= 0 else []
-            others = [member for member in members if member != rank]
-            if not others:
-                continue
-            if own.backend == "nccl":
-                group.abort()
-                continue
-            with suppress(RuntimeError):  # that is the time-out
-                work = dist.irecv(torch.empty(1), others[0], group=group, tag=UNUSED_TAG)
-                _posted(work).wait(timedelta(milliseconds=1))
 
 
 def _options(backend: str) -> Any:

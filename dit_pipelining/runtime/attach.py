@@ -10,6 +10,7 @@ from torch import nn
 from dit_pipelining.capture.signature import bind
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.lowering.split import SplitModel
+from dit_pipelining.runtime.agreement import given_arguments
 from dit_pipelining.runtime.executor import TransformerExecutor
 from dit_pipelining.runtime.pending import resolved
 from dit_pipelining.runtime.rolling import Rolling
@@ -35,7 +36,7 @@ def attach(model: nn.Module, executor: TransformerExecutor) -> None:
 
 
 def attach_pipeline(pipeline: Any, rolling: Rolling) -> None:
-    """Make results leave the pipeline as ordinary tensors, and let `generate` find its runtime."""
+    """Make results leave the pipeline as ordinary tensors, ranks agree on each call, and `generate` find its runtime."""
     pipeline.__dict__[ROLLING] = rolling
     cls: Any = type(pipeline)
     pipeline.__class__ = _resolving_class(cls)
@@ -71,7 +72,10 @@ def _resolving(method: Callable[..., Any]) -> Callable[..., Any]:
 def _resolving_class(cls: Any) -> Any:
     @functools.wraps(cls.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return resolved(cls.__call__(self, *args, **kwargs))
+        rolling: Rolling = self.__dict__[ROLLING]
+        own_call = cls.__call__.__get__(self)
+        with rolling.call(cls.__name__, given_arguments(own_call, args, kwargs)):
+            return resolved(own_call(*args, **kwargs))
 
     return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
 

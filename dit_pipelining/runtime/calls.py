@@ -66,8 +66,11 @@ class StageRunner(Protocol):
     def drain(self) -> None:
         """Return when no stage of an earlier call runs Python code any more."""
 
-    def wake(self) -> None:
-        """Make all waits for other ranks end, after an error."""
+    def stop(self, error: BaseException) -> None:
+        """Run nothing more, since the run has failed here or elsewhere, and end waits that no process group ends."""
+
+    def seconds_unfinished(self) -> float:
+        """For how long the oldest call has been in flight, where no wait on the host would time out; else 0."""
 
     def close(self) -> None:
         """Finish what is in flight, unless there was an error."""

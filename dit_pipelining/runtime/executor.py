@@ -94,11 +94,16 @@ class TransformerExecutor:
 
     def _run_gpipe(self, calls: Sequence[tuple[BlockGraph, CallInputs]]) -> list[Any]:
         assert self._gpipe is not None
+        guard = self.rolling.guard
         outputs = []
         for _, same_graph in groupby(calls, key=lambda call: id(call[0])):
             group = list(same_graph)
             graph = group[0][0]
-            tensors = self._gpipe.run(graph, [inputs.leaves for _, inputs in group])
+            guard.count_step()
+            try:
+                tensors = self._gpipe.run(graph, [inputs.leaves for _, inputs in group])
+            except Exception as error:  # the other ranks are in the same schedule and wait for this one
+                raise guard.fail(error) from None
             outputs += [graph.rebuild_output(own, inputs) for own, (_, inputs) in zip(tensors, group, strict=True)]
         return outputs
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dit_pipelining.comm.failure import Guard
 from dit_pipelining.comm.mesh import Mesh
 from dit_pipelining.comm.transport import choose_transport
 from dit_pipelining.config import ParallelConfig
@@ -26,6 +27,7 @@ def spread(
     fill: Mapping[str, FillStage],
     config: ParallelConfig,
     device: torch.device,
+    guard: Guard,
 ) -> None:
     """Attach an executor to every transformer, and put all other components on this rank's device.
 
@@ -35,11 +37,12 @@ def spread(
         fill: how each of them gets the weights of this rank's stage.
         config: degrees and partitioner.
         device: of this rank.
+        guard: of this launch.
     """
     mesh = Mesh(dist.get_rank(), config.pipeline_parallel_size, config.cfg_parallel_size)
     timeout = timedelta(seconds=config.timeout_seconds)
     transport = choose_transport(config, device, dist.new_group(timeout=timeout, backend="gloo"))
-    rolling = Rolling(mesh, device, timeout, transport)
+    rolling = Rolling(mesh, device, timeout, guard, transport)
     for name, model in transformers.items():
         if getattr(pipeline, name) is not model:
             raise SplitError(f"{type(pipeline).__name__} did not take over its component {name!r}; it cannot be split.")
@@ -51,14 +54,6 @@ def spread(
     if mesh.rank != 0:
         pipeline.set_progress_bar_config(disable=True)
     attach_pipeline(pipeline, rolling)
-    share_seed()
-
-
-def share_seed() -> None:
-    """Give every rank the random state of rank 0, so that a call without a generator draws the same noise everywhere."""
-    seed = [torch.initial_seed() % 2**63]
-    dist.broadcast_object_list(seed)
-    torch.manual_seed(seed[0])
 
 
 def from_checkpoint(empty: EmptyTransformer, device: torch.device) -> FillStage:

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dit_pipelining.errors import InputError
 from dit_pipelining.runtime.attach import rolling_of
+from dit_pipelining.runtime.rolling import Rolling
 
 OnOutput = Callable[[int, Any], Any]
 """Takes a request's number and output; what it returns is kept in place of the output."""
@@ -23,6 +24,20 @@ def run_requests(
     Every request runs the pipeline's own code on a shallow copy of the pipeline with schedulers of its own. On a pipeline
     that is not spread over ranks they run one after the other.
     """
+    rolling = rolling_of(pipeline)
+    if rolling is None:
+        return _run(pipeline, None, requests, max_in_flight, on_output)
+    with rolling.call(f"generate with a {type(pipeline).__name__}", _arguments(requests, max_in_flight)):
+        return _run(pipeline, rolling, requests, max_in_flight, on_output)
+
+
+def _run(
+    pipeline: Any,
+    rolling: Rolling | None,
+    requests: Sequence[Mapping[str, Any]],
+    max_in_flight: int | None,
+    on_output: OnOutput | None,
+) -> list[Any]:
     for index, request in enumerate(requests):
         if not isinstance(request, Mapping):
             raise InputError(
@@ -31,7 +46,6 @@ def run_requests(
             )
     if max_in_flight is not None and max_in_flight < 1:
         raise InputError(f"max_in_flight={max_in_flight}: at least one request has to be in flight.")
-    rolling = rolling_of(pipeline)
     shown = not getattr(pipeline, "_progress_bar_config", {}).get("disable", False)  # false on rank 0 only, if at all
     display = _display(len(requests)) if shown else None
     with display or nullcontext():
@@ -39,6 +53,15 @@ def run_requests(
         if rolling is None:
             return [function() for function in functions]
         return rolling.run(functions, max_in_flight)
+
+
+def _arguments(requests: Sequence[Mapping[str, Any]], max_in_flight: int | None) -> dict[str, Any]:
+    """What is compared over the ranks: every argument of every request, by a name that says which."""
+    arguments: dict[str, Any] = {"the number of requests": len(requests), "max_in_flight": max_in_flight}
+    for index, request in enumerate(requests):
+        own = request if isinstance(request, Mapping) else {"all": request}
+        arguments |= {f"{name} of request {index}": value for name, value in own.items()}
+    return arguments
 
 
 def _request(

@@ -1,7 +1,8 @@
 """The rolling schedule: calls in flight on a line of stages, results that are waited for when they are used."""
 
 import atexit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch.distributed as dist
 
 from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.signature import CallInputs
+from dit_pipelining.comm.failure import Guard
 from dit_pipelining.comm.links import make_links
 from dit_pipelining.comm.mesh import Mesh
 from dit_pipelining.comm.peer_links import PeerLinks
 from dit_pipelining.lowering.stage import StageModule
+from dit_pipelining.runtime.agreement import agree
 from dit_pipelining.runtime.calls import StageCall, StageRunner
 from dit_pipelining.runtime.pending import Arrival, PendingTensor, pending
 from dit_pipelining.runtime.streams import StageStreams
@@ -29,14 +32,22 @@ class Rolling:
         mesh: which rank plays which part.
         device: of this rank.
         timeout: of the process groups.
+        guard: of this launch.
         transport: how data moves between the ranks, from `choose_transport`.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device, timeout: timedelta, transport: str = "host") -> None:
+    def __init__(
+        self, mesh: Mesh, device: torch.device, timeout: timedelta, guard: Guard, transport: str = "host"
+    ) -> None:
         self.mesh = mesh
         self.device = device
+        self.guard = guard
         self.turns = Turns()
+        self._timeout = timeout.total_seconds()
+        self._control = dist.new_group(timeout=timeout, backend="gloo")
         self.runner = self._make_runner(timeout, transport)
+        guard.on_failure(self._stop)
+        guard.on_beat(self._check_overdue)
         atexit.register(self.close)  # a rank that leaves with a send on its way would fail the one that waits for it
 
     def submit(self, stage: StageModule, graph: BlockGraph, inputs: CallInputs) -> tuple[list[PendingTensor], Arrival]:
@@ -44,6 +55,8 @@ class Rolling:
 
         All ranks submit the same calls in the same order.
         """
+        self.guard.check()
+        self.guard.count_step()
         results = [
             torch.empty(node.meta["shape"], dtype=node.meta["dtype"], device=self.device) for node in graph.output_nodes
         ]
@@ -61,6 +74,23 @@ class Rolling:
         self.runner.submit(call)
         arrival = Arrival(lambda: self._wait(call))
         return pending(results, arrival), arrival
+
+    @contextmanager
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+        """One call of a pipeline, or of several side by side, which every rank makes.
+
+        Args:
+            name: of what is called.
+            arguments: those that were given, by name.
+
+        Raises:
+            InputError: the ranks were given different arguments.
+            RemoteRankError: another rank failed first.
+        """
+        with self.guard.call(after_agreement=self.drain) as outermost:
+            if outermost:
+                agree(name, arguments, self._control, self.device)
+            yield
 
     def run(self, functions: Sequence[Callable[[], Any]], in_flight: int | None = None) -> list[Any]:
         """Run functions that submit calls as requests side by side, each on a CUDA stream of its own; see `Turns.run`."""
@@ -80,10 +110,10 @@ class Rolling:
     def _make_runner(self, timeout: timedelta, transport: str) -> StageRunner:
         if transport == "peer":
             control = dist.new_group(timeout=timeout, backend="gloo")
-            return StageStreams(PeerLinks(self.mesh, control, self.device), self.device, self._fail)
+            return StageStreams(PeerLinks(self.mesh, control, self.device), self.device, self.guard.fail)
         backend = "nccl" if transport == "nccl" else "gloo"
         links = make_links(self.mesh, timeout, self.device, backend)
-        return StageWorker(links, self.mesh.rank, self.device, self._fail)
+        return StageWorker(links, self.mesh.rank, self.device, self.guard.fail)
 
     def _next_replica(self) -> int:
         """Branches of a step go to different replicas, always the same ones, and so do requests."""
@@ -94,11 +124,23 @@ class Rolling:
 
     def _wait(self, call: StageCall) -> None:
         self.turns.end_turn()
-        self.runner.wait(call)
+        try:
+            self.runner.wait(call)
+        except BaseException as error:
+            raise self.guard.fail(error) from None
 
-    def _fail(self, error: BaseException) -> None:
+    def _stop(self, error: BaseException) -> None:
         self.turns.fail(error)
-        self.runner.wake()
+        self.runner.stop(error)
+
+    def _check_overdue(self) -> str | None:
+        seconds = self.runner.seconds_unfinished()
+        if seconds < self._timeout:
+            return None
+        return (
+            f"has had a call of a transformer in flight for {seconds:.0f} s (ParallelConfig.timeout_seconds): a rank hangs, "
+            "or its stage takes longer."
+        )
 
 
 def _on_own_stream(function: Callable[[], Any], caller: torch.cuda.Stream) -> Callable[[], Any]:

@@ -30,7 +30,7 @@ class StageStreams:
         timings: a list, to note when the stage starts and ends with each call, or None.
     """
 
-    def __init__(self, links: PeerLinks, device: torch.device, on_error: Callable[[BaseException], None]) -> None:
+    def __init__(self, links: PeerLinks, device: torch.device, on_error: Callable[[BaseException], object]) -> None:
         self.links = links
         self.device = device
         self.on_error = on_error
@@ -71,7 +71,8 @@ class StageStreams:
     def drain(self) -> None:
         """Nothing to do: stages run Python code in `submit` only."""
 
-    def wake(self) -> None:
+    def stop(self, error: BaseException) -> None:
+        self.error = self.error or error
         self.links.release_waits()
 
     def close(self) -> None:

@@ -81,6 +81,7 @@ class Turns:
         results: list[Any] = [None] * len(functions)
         waiting = list(enumerate(functions))
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self.error = None  # of an earlier run that failed alike on all ranks
         state = _random_state()
         threads: list[threading.Thread] = []
 

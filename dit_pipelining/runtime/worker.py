@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dit_pipelining.comm.links import ReplicaLinks, Work, wake_waiters
+from dit_pipelining.comm.links import ReplicaLinks, Work
 from dit_pipelining.runtime.calls import StageCall, StageFailedError, calling_context
 
 SENDS_IN_FLIGHT = 8
@@ -66,7 +66,7 @@ class StageWorker:
         links: Sequence[ReplicaLinks],
         rank: int,
         device: torch.device,
-        on_error: Callable[[BaseException], None],
+        on_error: Callable[[BaseException], object],
     ) -> None:
         self.links = links
         self.rank = rank
@@ -112,8 +112,11 @@ class StageWorker:
         self._jobs.put(done)
         done.wait()
 
-    def wake(self) -> None:
-        wake_waiters(self.links, self.rank)
+    def stop(self, error: BaseException) -> None:
+        self.error = self.error or error  # its groups' waits are ended with those of all groups
+
+    def seconds_unfinished(self) -> float:
+        return 0.0
 
     def close(self) -> None:
         """Run what is left, finish all sends, end the thread. After an error nothing is waited for."""

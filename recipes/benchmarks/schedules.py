@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dit_pipelining.comm.launch import Launch
 from dit_pipelining.comm.mesh import Mesh
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.runtime.attach import attach
@@ -83,7 +84,10 @@ def run(schedule: str, stages: int, replicas: int, requests: int, steps: int, ca
         microbatches=requests if schedule == "gpipe" else 1,
     )
     model = SleepingTransformer(stages, seconds).eval()
-    rolling = Rolling(Mesh(dist.get_rank(), stages, replicas), torch.device("cpu"), timedelta(seconds=120))
+    with Launch(config) as launch:
+        launch.join()
+        mesh = Mesh(dist.get_rank(), stages, replicas)
+        rolling = Rolling(mesh, torch.device("cpu"), timedelta(seconds=120), launch.guard)
     attach(model, TransformerExecutor("transformer", model, config, rolling, lambda plan: None))
     if schedule == "gpipe":
         batch = torch.cat([torch.full(TOKENS, float(seed)) for seed in range(requests)])
