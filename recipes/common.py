@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 import torch.distributed as dist
 from contact_sheet import contact_sheet
 from diffusers.utils import export_to_gif, export_to_video
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from dit_pipelining.api import ParallelConfig, load_pipeline
 from dit_pipelining.comm.launch import launched_rank, launched_world_size
 from dit_pipelining.config import SCHEDULES
-from dit_pipelining.errors import USER_ERRORS, ConfigError
+from dit_pipelining.errors import USER_ERRORS, ConfigError, RemoteRankError
 from dit_pipelining.runtime.report import print_split
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -87,16 +89,27 @@ def load_with(args: argparse.Namespace, config: ParallelConfig, **options: Any) 
 
 
 def run(recipe: Callable[[], None]) -> None:
-    """Run a recipe; what a user can mend ends it with one line, from the first rank."""
+    """Run a recipe; what a user can mend, or what another rank failed by, is told by the first rank, without a traceback."""
     try:
         recipe()
-    except USER_ERRORS as error:
+    except (*USER_ERRORS, RemoteRankError) as error:
         if launched_rank() == 0:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        _tell_torchrun(error)
         raise SystemExit(1) from None
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _tell_torchrun(error: Exception) -> None:
+    """Put the error into the report that torchrun ends with, which would else advise to enable tracebacks."""
+
+    def fail() -> None:
+        raise error.with_traceback(None)
+
+    with suppress(type(error)):
+        record(fail)()
 
 
 def check_output(path: Path, suffixes: tuple[str, ...]) -> None:

@@ -36,12 +36,13 @@ def test_a_video_over_two_replicas_of_two_stages_is_that_of_one_process(tmp_path
     assert np.array_equal(imageio.imread(tmp_path / "four.mp4"), alone)
 
 
-def test_a_wrong_sum_is_one_line_of_the_first_rank(tmp_path: Path) -> None:
+def test_a_wrong_sum_is_one_line_of_the_first_rank_and_the_cause_in_torchruns_report(tmp_path: Path) -> None:
     model = checkpoints.wan(tmp_path / "wan")
     size = ["--height", "32", "--width", "32", "--num-frames", "5", "--num-inference-steps", "1"]
     done = run("text_to_video.py", 2, "--model", str(model), "--prompt", "a", "--partition", "1,1", *size)
     assert done.returncode == 1
-    assert done.stderr.count("WrongSumError: ") == 1
+    assert sum(line.startswith("WrongSumError: ") for line in done.stderr.splitlines()) == 1
+    assert "WrongSumError: " in done.stderr.rpartition("Root Cause")[2]
 
 
 def test_an_image_over_two_processes_is_that_of_one(tmp_path: Path) -> None:
