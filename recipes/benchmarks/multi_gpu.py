@@ -26,18 +26,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig, FlowMatchEulerDiscreteScheduler, FluxPipeline, WanPipeline
+from random_models import random_transformer
 from reporting import show, write
-from torch import nn
 
 from dit_pipelining import ParallelConfig, generate, parallelize
 from dit_pipelining.costs.model_costs import model_costs
 from dit_pipelining.planning.presets import preset
 from dit_pipelining.runtime.attach import rolling_of, split_of
-from dit_pipelining.weights.empty import empty_model
 from partitioners import RankSpec
 
 BF16 = torch.bfloat16
@@ -104,17 +102,7 @@ def layouts(gpus: int, transports: list[str], ulysses: bool) -> list[Layout]:
 def build(workload: Workload, device: torch.device) -> Any:
     """The pipeline with random weights, the same on every rank."""
     facts = preset(workload.preset)
-    config = dict(facts.config)
-    if workload.blocks:
-        config["num_layers"] = workload.blocks
-    model = empty_model(getattr(diffusers, facts.model_class), config, BF16)
-    random = torch.Generator(device).manual_seed(0)
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            module._parameters[name] = nn.Parameter(value.normal_(0, 0.02, generator=random), requires_grad=False)
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
+    model = random_transformer(facts, device, {"num_layers": workload.blocks} if workload.blocks else {})
     missing: Any = None
     if facts.pipeline == "FluxPipeline":
         pipeline = FluxPipeline(FlowMatchEulerDiscreteScheduler(), *[missing] * 5, transformer=model)
@@ -266,8 +254,8 @@ def largest_share(split: Any) -> float:
 def rank_main(rank: int, layout: Layout, names: list[str], port: int, folder: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CUDA_DEVICE_MAX_CONNECTIONS="32")
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=layout.ranks)
     rows: list[dict[str, Any]] = []
     with torch.no_grad():
@@ -306,7 +294,9 @@ def launch(layout: Layout, names: list[str], seconds: float) -> list[dict[str, A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
+    parser.add_argument(
+        "--gpus", type=int, default=torch.cuda.device_count(), help="ranks; more than there are GPUs share them"
+    )
     parser.add_argument("--workloads", nargs="*", default=[name for name in WORKLOADS if name != "tiny"])
     parser.add_argument(
         "--transports", nargs="*", default=["peer"], help="the first for all layouts, others for pp only"
