@@ -1,6 +1,6 @@
 """What several GPUs of one host give: every schedule and layout against one GPU, on unmodified diffusers pipelines.
 
-    python recipes/benchmarks/multi_gpu.py [--gpus 2] [--workloads wan-1.3b ...] [--transports peer nccl] [--json FILE]
+    python recipes/benchmarks/multi_gpu.py [--layouts pp2 pp2xcfg2 pp2:nccl] [--workloads wan-1.3b ...] [--json FILE]
 
 Random weights of real configurations, bf16, latents only (no text encoder, no VAE). Each layout is one launch; in each,
 every rank first times the unsplit pipeline on its own GPU and keeps its latents, which the split must equal bit for bit.
@@ -16,9 +16,12 @@ and draining once. ScheduleGPipe drains at every step: M / (M + S - 1). Replicas
 import argparse
 import json
 import os
+import re
+import signal
 import socket
 import statistics
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -65,9 +68,9 @@ class Workload:
 WORKLOADS = {
     "wan-1.3b": Workload("wan2.1-t2v-1.3b", SMALL_VIDEO, 5, guidances=(True,)),
     "wan-1.3b-1560": Workload("wan2.1-t2v-1.3b", ONE_FRAME, 20),
-    "wan-14b": Workload("wan2.1-t2v-14b", SMALL_VIDEO, 6, blocks=8, guidances=(False,)),
+    "wan-14b": Workload("wan2.1-t2v-14b", SMALL_VIDEO, 8, blocks=8, guidances=(False,)),
     "wan-14b-1560": Workload("wan2.1-t2v-14b", ONE_FRAME, 12),
-    "flux": Workload("flux.1-dev", dict(height=1024, width=1024), 12, guidances=(False,)),
+    "flux": Workload("flux.1-dev", dict(height=1024, width=1024), 20, guidances=(False,)),
     "tiny": Workload("wan2.1-t2v-1.3b", dict(height=128, width=128, num_frames=9), 3, blocks=4),
 }
 
@@ -92,11 +95,11 @@ class Layout:
         return " x ".join(parts)
 
 
-def layouts(gpus: int, transports: list[str], ulysses: bool) -> list[Layout]:
-    """All layouts of exactly this number of ranks."""
-    own = [Layout(stages=gpus), Layout(stages=gpus // 2, replicas=2)]
-    first = [replace(own[0], transport=transport) for transport in transports[1:]]
-    return [replace(layout, transport=transports[0]) for layout in own] + first + [Layout(ulysses=gpus)] * ulysses
+def layout_of(text: str) -> Layout:
+    """A layout from its name and transport, such as `pp2xcfg2:peer`, `pp4`, `ulysses2`."""
+    name, _, transport = text.partition(":")
+    degrees = {kind: int(size) for kind, size in re.findall(r"(pp|cfg|ulysses)(\d+)", name)}
+    return Layout(degrees.get("pp", 1), degrees.get("cfg", 1), transport or "auto", degrees.get("ulysses", 1))
 
 
 def build(workload: Workload, device: torch.device) -> Any:
@@ -219,7 +222,8 @@ def measure(name: str, workload: Workload, layout: Layout, device: torch.device,
         facts |= dict(largest_share=share, boundary_bytes=crossing, host_syncs=extra, single_host_syncs=syncs[guided])
         calls = 2 if guided else 1
         add("one request", guided, 1, seconds, share, min(layout.replicas, calls), **facts)
-        for count in (layout.stages * layout.replicas, 2 * layout.stages * layout.replicas):
+        full = 2 * layout.stages * layout.replicas
+        for count in (full // 2, full) if name == "flux" else (full,):
             several = [request(workload, device, seed, guided) for seed in range(count)]
             generate(pipeline, [{**own, "num_inference_steps": 1} for own in several])
             several = [request(workload, device, seed, guided) for seed in range(count)]
@@ -230,11 +234,83 @@ def measure(name: str, workload: Workload, layout: Layout, device: torch.device,
             runner.timings = None
             facts["equal"] = bool(torch.equal(results[0][0], expected[guided]))
             add("rolling", guided, count, seconds, share, layout.replicas, **facts)
+    if name == "flux" and layout.replicas == 1 and layout.transport == "auto":
+        del pipeline, split
+        torch.cuda.empty_cache()
+        measure_gpipe(workload, layout, device, add)
     peaks: list[Any] = [None] * layout.ranks
     dist.all_gather_object(peaks, torch.cuda.max_memory_allocated(device))
     for row in rows:
         if row["workload"] == name:
             row.update(peak_bytes=peaks, single_peak_bytes=whole)
+
+
+def measure_gpipe(workload: Workload, layout: Layout, device: torch.device, add: Callable[..., None]) -> None:
+    """ScheduleGPipe over one batched call per step, on a pipeline of its own."""
+    pipeline = build(workload, device)
+    count = 2 * layout.stages
+    config = ParallelConfig(
+        pipeline_parallel_size=layout.stages, microbatches=count, schedule="gpipe", timeout_seconds=60
+    )
+    parallelize(pipeline, config)
+    pipeline.set_progress_bar_config(disable=True)
+    call = request(workload, device, 0, False, batch=count)
+    pipeline(**{**call, "num_inference_steps": 1})
+    seconds, _ = timed(lambda: pipeline(**request(workload, device, 0, False, batch=count)))
+    split = split_of(pipeline.transformer)
+    assert split is not None
+    add("ScheduleGPipe", False, count, seconds, largest_share(split), 1, transport="nccl")
+
+
+def tiny_pipeline(layout: Layout, device: torch.device, workload: Workload) -> Any:
+    pipeline = build(workload, device)
+    sizes = dict(pipeline_parallel_size=layout.stages, cfg_parallel_size=layout.replicas, transport=layout.transport)
+    parallelize(pipeline, ParallelConfig(**sizes, timeout_seconds=60))
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def stress(layout: Layout, device: torch.device, rows: list[dict[str, Any]], runs: int = 200, steps: int = 20) -> None:
+    """Many short runs, each of which must give the same latents."""
+    workload = replace(WORKLOADS["tiny"], steps=steps)
+    pipeline = tiny_pipeline(layout, device, workload)
+    expected: list[torch.Tensor] = []
+
+    def run(number: int) -> bool:
+        (latents,) = pipeline(**request(workload, device, number % 2, False))
+        if number < 2:
+            expected.append(latents.clone())
+        return bool(torch.equal(latents, expected[number % 2]))
+
+    seconds, same = timed(lambda: [run(number) for number in range(runs)])
+    facts = dict(workload="stress", layout=layout.name, transport=layout.transport, schedule=f"{runs} x {steps} steps")
+    rows.append(dict(**facts, seconds=seconds, equal=all(same)))
+    if dist.get_rank() == 0:
+        print(rows[-1], flush=True)
+
+
+def kill(layout: Layout, device: torch.device, rows: list[dict[str, Any]]) -> None:
+    """The last rank is killed in the middle of a run; the others have to end, and say why."""
+    pipeline = tiny_pipeline(layout, device, WORKLOADS["tiny"])
+    pipeline(**short(WORKLOADS["tiny"], device, True))
+    dist.barrier()
+    killed = time.perf_counter() + 1
+    if dist.get_rank() == layout.ranks - 1:
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    message = ""
+    while not message:
+        try:
+            (latents,) = pipeline(**short(WORKLOADS["tiny"], device, True))
+            latents.cpu()
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+    seconds = time.perf_counter() - killed
+    facts = dict(workload="kill", layout=layout.name, transport=layout.transport, schedule="a rank is killed")
+    rows.append(dict(**facts, seconds=seconds, message=message))
+    print(f"rank {dist.get_rank()} ended after {seconds:.1f} s: {message.splitlines()[0]}", flush=True)
+
+
+TRIALS = {"stress": stress, "kill": kill}
 
 
 def gathered(milliseconds: list[float]) -> list[dict[str, float]]:
@@ -260,7 +336,10 @@ def rank_main(rank: int, layout: Layout, names: list[str], port: int, folder: st
     rows: list[dict[str, Any]] = []
     with torch.no_grad():
         for name in names:
-            measure(name, WORKLOADS[name], layout, device, rows)
+            if name in TRIALS:
+                TRIALS[name](layout, device, rows)
+            else:
+                measure(name, WORKLOADS[name], layout, device, rows)
             torch.cuda.empty_cache()
             if rank == 0:
                 Path(folder, "rows.json").write_text(json.dumps(rows))
@@ -294,27 +373,19 @@ def launch(layout: Layout, names: list[str], seconds: float) -> list[dict[str, A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--gpus", type=int, default=torch.cuda.device_count(), help="ranks; more than there are GPUs share them"
-    )
+    parser.add_argument("--layouts", nargs="*", default=["pp2", "cfg2"], help="such as pp2xcfg2, pp4:nccl, ulysses2")
     parser.add_argument("--workloads", nargs="*", default=[name for name in WORKLOADS if name != "tiny"])
-    parser.add_argument(
-        "--transports", nargs="*", default=["peer"], help="the first for all layouts, others for pp only"
-    )
-    parser.add_argument("--only", help="layouts whose name this is, such as pp2")
-    parser.add_argument("--ulysses", action="store_true", help="diffusers' context parallelism beside it")
     parser.add_argument("--seconds", type=float, default=300.0, help="at most, per layout")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for layout in layouts(args.gpus, args.transports, args.ulysses):
-        if args.only not in (None, layout.name):
-            continue
-        rows += launch(layout, args.workloads, args.seconds)
-        card = torch.cuda.get_device_name(0)
-        write(args.json, {"card": card, "gpus": args.gpus, "rows": rows})
+    card = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    for layout in map(layout_of, args.layouts):
+        names = [name for name in args.workloads if layout.ulysses == 1 or name not in TRIALS]
+        rows += launch(layout, names, args.seconds)
+        write(args.json, {"card": card, "rows": rows})
     show(
-        f"{args.gpus} x {torch.cuda.get_device_name(0)}",
+        card,
         [
             {
                 "workload": row["workload"],
@@ -330,6 +401,7 @@ def main() -> None:
                 "equal": str(row.get("equal", "")),
             }
             for row in rows
+            if "share" in row
         ],
     )
 
