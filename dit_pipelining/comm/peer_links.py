@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from dit_pipelining.comm.cuda_streams import new_stream, wait_value, write_value
 from dit_pipelining.comm.mesh import Mesh
 from dit_pipelining.comm.peer_memory import PeerMemory
-from dit_pipelining.comm.stream_values import wait_value, write_value
 
 SLOTS = 2
 """Messages of a channel that may lie at the target: one in use, one arriving."""
@@ -136,7 +136,7 @@ class PeerLinks:
         """Let every wait of this rank's streams end, after an error; the data they wait for never comes."""
         if self.memory is None:
             return
-        stream = torch.cuda.Stream(self.device, priority=-1)
+        stream = new_stream(self.device, priority=-1)
         arrivals = [channel for channel in (self.incoming, *self.results_from.values()) if channel]
         for channel in arrivals:
             write_value(stream, self.memory.address(self.mesh.rank, channel.arrived), channel.count + RELEASED)

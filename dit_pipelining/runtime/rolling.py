@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.signature import CallInputs
+from dit_pipelining.comm.cuda_streams import new_stream
 from dit_pipelining.comm.failure import Guard
 from dit_pipelining.comm.links import make_links
 from dit_pipelining.comm.mesh import Mesh
@@ -43,6 +44,7 @@ class Rolling:
         self.device = device
         self.guard = guard
         self.turns = Turns()
+        self._free_streams: list[torch.cuda.Stream] = []
         self._timeout = timeout.total_seconds()
         self._control = dist.new_group(timeout=timeout, backend="gloo")
         self.runner = self._make_runner(timeout, transport)
@@ -97,7 +99,7 @@ class Rolling:
         if self.device.type != "cuda":
             return self.turns.run(functions, in_flight)
         caller = torch.cuda.current_stream(self.device)
-        return self.turns.run([_on_own_stream(function, caller) for function in functions], in_flight)
+        return self.turns.run([self._on_own_stream(function, caller) for function in functions], in_flight)
 
     def drain(self) -> None:
         """Wait until no stage runs on this rank."""
@@ -142,19 +144,19 @@ class Rolling:
             "or its stage takes longer."
         )
 
+    def _on_own_stream(self, function: Callable[[], Any], caller: torch.cuda.Stream) -> Callable[[], Any]:
+        """A request's own code waits for its own results only: on one stream it would wait for those of all requests."""
 
-def _on_own_stream(function: Callable[[], Any], caller: torch.cuda.Stream) -> Callable[[], Any]:
-    """A request's own code waits for its own results only: on one stream it would wait for those of all requests."""
+        def run() -> Any:
+            own = self._free_streams.pop() if self._free_streams else new_stream(self.device)
+            own.wait_stream(caller)
+            with torch.cuda.stream(own):
+                result = function()
+            caller.wait_stream(own)
+            self._free_streams.append(own)
+            for leaf in tree_flatten(result)[0]:
+                if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda":
+                    leaf.record_stream(caller)
+            return result
 
-    def run() -> Any:
-        own = torch.cuda.Stream(caller.device)
-        own.wait_stream(caller)
-        with torch.cuda.stream(own):
-            result = function()
-        caller.wait_stream(own)
-        for leaf in tree_flatten(result)[0]:
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda":
-                leaf.record_stream(caller)
-        return result
-
-    return run
+        return run

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dit_pipelining.comm.cuda_streams import new_stream
 from dit_pipelining.comm.peer_links import PeerLinks, slot_bytes
 from dit_pipelining.runtime.calls import StageCall, StageFailedError
 
@@ -35,9 +36,9 @@ class StageStreams:
         self.device = device
         self.on_error = on_error
         self.error: BaseException | None = None
-        self.compute = torch.cuda.Stream(device)
-        self.outgoing = torch.cuda.Stream(device, priority=-1)
-        self.arrivals = [torch.cuda.Stream(device, priority=-1) for _ in range(links.mesh.replicas)]
+        self.compute = new_stream(device)
+        self.outgoing = new_stream(device, priority=-1)
+        self.arrivals = [new_stream(device, priority=-1) for _ in range(links.mesh.replicas)]
         self.timings: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
         self._unfinished: deque[tuple[torch.cuda.Event, float]] = deque()
 

@@ -71,6 +71,7 @@ WORKLOADS = {
     "wan-14b": Workload("wan2.1-t2v-14b", SMALL_VIDEO, 8, blocks=8, guidances=(False,)),
     "wan-14b-1560": Workload("wan2.1-t2v-14b", ONE_FRAME, 12),
     "flux": Workload("flux.1-dev", dict(height=1024, width=1024), 20, guidances=(False,)),
+    "wan-1.3b-33": Workload("wan2.1-t2v-1.3b", dict(height=480, width=832, num_frames=33), 6, guidances=(True,)),
     "tiny": Workload("wan2.1-t2v-1.3b", dict(height=128, width=128, num_frames=9), 3, blocks=4),
 }
 
@@ -164,7 +165,9 @@ def short(workload: Workload, device: torch.device, guided: bool, steps: int = 2
     return {**request(workload, device, 0, guided), "num_inference_steps": steps}
 
 
-def measure(name: str, workload: Workload, layout: Layout, device: torch.device, rows: list[dict[str, Any]]) -> None:
+def measure(
+    name: str, workload: Workload, layout: Layout, device: torch.device, rows: list[dict[str, Any]], file: Path
+) -> None:
     """All schedules of one workload on one layout; adds a row for each."""
     started = time.perf_counter()
     pipeline = build(workload, device)
@@ -190,6 +193,7 @@ def measure(name: str, workload: Workload, layout: Layout, device: torch.device,
         )
         if dist.get_rank() == 0:
             row = rows[-1]
+            file.write_text(json.dumps(rows))
             print(
                 f"{time.perf_counter() - started:5.1f} s  {name} {layout.name} {row['transport']}: {schedule}, "
                 f"guidance {guided}, {requests} requests: {row['ms_per_step']:.1f} ms a step, share {row['share']:.3f}",
@@ -339,7 +343,7 @@ def rank_main(rank: int, layout: Layout, names: list[str], port: int, folder: st
             if name in TRIALS:
                 TRIALS[name](layout, device, rows)
             else:
-                measure(name, WORKLOADS[name], layout, device, rows)
+                measure(name, WORKLOADS[name], layout, device, rows, Path(folder, "rows.json"))
             torch.cuda.empty_cache()
             if rank == 0:
                 Path(folder, "rows.json").write_text(json.dumps(rows))
@@ -374,7 +378,7 @@ def launch(layout: Layout, names: list[str], seconds: float) -> list[dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="*", default=["pp2", "cfg2"], help="such as pp2xcfg2, pp4:nccl, ulysses2")
-    parser.add_argument("--workloads", nargs="*", default=[name for name in WORKLOADS if name != "tiny"])
+    parser.add_argument("--workloads", nargs="*", default=["flux", "wan-14b", "wan-1.3b", "wan-1.3b-1560"])
     parser.add_argument("--seconds", type=float, default=300.0, help="at most, per layout")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()

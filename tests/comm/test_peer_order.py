@@ -163,7 +163,6 @@ def played(machine: Machine) -> Iterator[None]:
         machine.give("write", write)
 
     cuda = SimpleNamespace(
-        Stream=lambda *_, **__: FakeStream(machine),
         Event=lambda **_: FakeEvent(machine),
         current_stream=lambda _: FakeStream(machine),
         stream=lambda _: torch.no_grad(),
@@ -177,6 +176,7 @@ def played(machine: Machine) -> Iterator[None]:
         patch.setattr(peer_links.torch, "cuda", cuda)
         patch.setattr(peer_links.dist, "barrier", lambda **_: None)
         patch.setattr(streams, "torch", fake)
+        patch.setattr(streams, "new_stream", lambda *_, **__: FakeStream(machine))
         yield
 
 
