@@ -70,6 +70,14 @@ class BoundaryValue:
         return tensor.permute(inverse)
 
 
+def with_plain_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with the strides of a new one, if it is contiguous.
+
+    A dimension of size 1 can have any stride, as a slice of a batch has, and torch's schedules compare strides.
+    """
+    return tensor.flatten().view(tensor.shape) if tensor.is_contiguous() else tensor
+
+
 @dataclass(frozen=True)
 class StagePlan:
     """What one stage does.

@@ -10,7 +10,7 @@ from torch import fx, nn
 from dit_pipelining.capture.code import Function, compile_nodes
 from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.signature import CallInputs
-from dit_pipelining.lowering.boundary import BoundaryValue, StagePlan
+from dit_pipelining.lowering.boundary import BoundaryValue, StagePlan, with_plain_strides
 from dit_pipelining.lowering.cuda_graph import GraphedFunction
 from dit_pipelining.lowering.invariant import InvariantGroup, split_invariant
 
@@ -158,7 +158,7 @@ class StageModule(nn.Module):
             the tensors for the next stage, or the flat output tensors of the model from the last stage.
         """
         graph, inputs = self.resolve(kwargs)
-        return self.run(graph, received, inputs.leaves)
+        return tuple(map(with_plain_strides, self.run(graph, received, inputs.leaves)))
 
     def received(self, graph: BlockGraph) -> tuple[BoundaryValue, ...]:
         """What the stage before sends for this graph."""
@@ -176,7 +176,8 @@ class StageModule(nn.Module):
             return received, tuple(torch.empty(v.wire_shape, dtype=v.dtype, device="meta") for v in program.sent)
         outputs = (node.meta for node in graph.output_nodes)
         return received, tuple(
-            torch.empty_strided(meta["shape"], meta["stride"], dtype=meta["dtype"], device="meta") for meta in outputs
+            with_plain_strides(torch.empty_strided(meta["shape"], meta["stride"], dtype=meta["dtype"], device="meta"))
+            for meta in outputs
         )
 
     def run(

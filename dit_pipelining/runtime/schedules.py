@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from dit_pipelining.capture.graph import BlockGraph
+from dit_pipelining.lowering.boundary import with_plain_strides
 from dit_pipelining.lowering.stage import StageModule
 
 KEPT_SCHEDULES = 4
@@ -107,5 +108,4 @@ class _Microbatches(nn.Module):
         outputs = self.stage.run(self.graph, received, self.inputs[number])
         if self.stage.stage_index == self.stage.num_stages - 1:
             self.outputs[number] = outputs
-        # torch compares strides also where a dimension of size 1 has any: make them those of a fresh tensor.
-        return tuple(tensor.flatten().view(tensor.shape) if tensor.is_contiguous() else tensor for tensor in outputs)
+        return tuple(map(with_plain_strides, outputs))
