@@ -26,11 +26,13 @@ class Request:
     Attributes:
         index: its place among the requests.
         submitted: calls it has submitted since its turn began.
+        wake: told when its turn comes; one for each request, since all of them would wake up on one in common.
     """
 
     index: int
     submitted: int = 0
     random_state: Any = None
+    wake: threading.Condition = field(default_factory=threading.Condition)
 
 
 _current: contextvars.ContextVar[Request | None] = contextvars.ContextVar("request", default=None)
@@ -44,7 +46,7 @@ class Turns:
     error: BaseException | None = None
     _ring: list[Request] = field(default_factory=list)
     _turn: Request | None = None
-    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def current(self) -> Request:
         """The request this code runs for; one and the same outside `run`."""
@@ -61,16 +63,17 @@ class Turns:
         submitted, request.submitted = request.submitted, 0
         if submitted and len(self._ring) > 1 and request in self._ring:
             request.random_state = _random_state()
-            with self._changed:
+            with self._lock:
                 self._pass(request)
                 self._await(request)
             _set_random_state(request.random_state)
 
     def fail(self, error: BaseException) -> None:
         """Wake everyone: nothing can go on after an error on one of the calls."""
-        with self._changed:
+        with self._lock:
             self.error = self.error or error
-            self._changed.notify_all()
+            for request in self._ring:
+                request.wake.notify()
 
     def run(self, functions: Sequence[Callable[[], Any]], in_flight: int | None = None) -> list[Any]:
         """Run functions as requests side by side, `in_flight` at a time; returns their results in order.
@@ -87,7 +90,7 @@ class Turns:
 
         def start_next() -> None:  # called while holding the turn
             index, function = waiting.pop(0)
-            request = Request(index, random_state=state)
+            request = Request(index, random_state=state, wake=threading.Condition(self._lock))
             context = contextvars.copy_context()
             thread = threading.Thread(
                 target=context.run, args=(body, request, function), name=f"request {index}", daemon=True
@@ -99,7 +102,7 @@ class Turns:
         def body(request: Request, function: Callable[[], Any]) -> None:
             _current.set(request)
             try:
-                with self._changed:
+                with self._lock:
                     self._await(request)
                 _set_random_state(request.random_state)
                 with torch.inference_mode(inference), torch.set_grad_enabled(grad and not inference):
@@ -108,18 +111,17 @@ class Turns:
                 pass
             except BaseException as error:
                 self.fail(error)
-            with self._changed:
+            with self._lock:
                 if waiting and self.error is None:
                     start_next()
                 if self._turn is request:
                     self._pass(request)
                 self._ring.remove(request)
 
-        with self._changed:
+        with self._lock:
             for _ in range(min(in_flight or len(functions), len(functions))):
                 start_next()
-            self._turn = self._ring[0]
-            self._changed.notify_all()
+            self._give_turn(self._ring[0])
         position = 0
         while position < len(threads):  # threads are added while others run
             threads[position].join(0.2)
@@ -132,11 +134,14 @@ class Turns:
 
     def _pass(self, request: Request) -> None:
         index = self._ring.index(request)
-        self._turn = self._ring[(index + 1) % len(self._ring)]
-        self._changed.notify_all()
+        self._give_turn(self._ring[(index + 1) % len(self._ring)])
+
+    def _give_turn(self, request: Request) -> None:
+        self._turn = request
+        request.wake.notify()
 
     def _await(self, request: Request) -> None:
-        self._changed.wait_for(lambda: self._turn is request or self.error is not None)
+        request.wake.wait_for(lambda: self._turn is request or self.error is not None)
         if self.error is not None:
             raise OtherRequestFailedError("another request failed") from self.error
 
