@@ -12,8 +12,9 @@ from dit_pipelining.capture.graph import CaptureCache
 from dit_pipelining.capture.signature import bind
 from dit_pipelining.comm.launch import Launch, launched_rank
 from dit_pipelining.config import ParallelConfig, check_partitioner, check_positive, early_counts_check
-from dit_pipelining.costs.model_costs import model_costs
-from dit_pipelining.costs.timing import TimingChoice, find_timing
+from dit_pipelining.costs.machine import RankChoice, machine
+from dit_pipelining.costs.plan import plan_cut
+from dit_pipelining.costs.timing import TimingChoice
 from dit_pipelining.errors import ConfigError, InputError, NotATransformerError
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.runtime.executor import check_counts
@@ -32,7 +33,7 @@ from dit_pipelining.weights.pipelines import (
     transformers_of,
     without_components,
 )
-from partitioners import Partitioner, RankSpec, resolve_partition
+from partitioners import Component, Partitioner
 
 __all__ = ["ParallelConfig", "SplitModel", "generate", "load_pipeline", "parallelize", "split_model"]
 
@@ -44,8 +45,10 @@ def split_model(
     *,
     partitioner: str | Partitioner = "balanced",
     counts: Sequence[int] | str | None = None,
-    ranks: Sequence[RankSpec] | None = None,
+    ranks: RankChoice | None = None,
     profile: TimingChoice | None = None,
+    topology: str = "auto",
+    components: Sequence[Component] = (),
     blocks: Sequence[str] | None = None,
 ) -> SplitModel:
     """Cut a diffusion transformer into pipeline stages at block boundaries.
@@ -55,12 +58,15 @@ def split_model(
         num_stages: number of stages.
         example_inputs: keyword arguments of one call of the model's forward (one microbatch). Values matter only where the
             forward looks at them (masks, lengths).
-        partitioner: `"balanced"`, `"uniform"` or a function `(costs, ranks) -> Partition`. The environment variable
-            VLLM_PP_LAYER_PARTITION beats it.
+        partitioner: `"balanced"`, `"vae-aware"`, `"uniform"` or a function `(costs, ranks) -> Partition`. The environment
+            variable VLLM_PP_LAYER_PARTITION beats it.
         counts: blocks per stage, for example `[8, 12, 12, 8]` or `"8,12,12,8"`; beats the variable.
-        ranks: speed, memory and links of the rank of each stage. Default: equal ranks without limits.
+        ranks: the rank of each stage: devices or memory, such as `"rtx4090,rtx3090"` or `"24GB*2,16GB"` (see
+            `costs.machine`), or RankSpecs. Default: equal ranks without limits.
         profile: what seconds per block are taken from: a file of `dit-pipelining profile`, or a device such as `"h200"`.
-            Default: FLOPs.
+            Default: FLOPs, or the first device of `ranks`.
+        topology: the links between devices: `"auto"`, `"nvlink"`, `"pcie"` or `"ethernet"`.
+        components: text encoders and VAE, which take memory and time of the rank that holds them; `"vae-aware"` chooses it.
         blocks: names of the model's blocks or block lists. Default: found by `find_blocks`.
 
     Returns:
@@ -79,19 +85,15 @@ def split_model(
     check_positive("num_stages", num_stages)
     check_partitioner(partitioner)
     early_counts_check(counts, num_stages)
-    if ranks is not None and len(ranks) != num_stages:
-        raise ConfigError(f"ranks has {len(ranks)} entries for {num_stages} stages; give one RankSpec per stage.")
     if not isinstance(example_inputs, Mapping):
         raise InputError(
             f"example_inputs is a {type(example_inputs).__name__}; give the keyword arguments of one call as a dict."
         )
-    timing = find_timing(profile)
+    target = machine(num_stages, ranks, profile, topology)
     captures = CaptureCache(model, blocks, count_work=True)
     graph = captures.get(bind(model.forward, (), example_inputs))
-    partition = resolve_partition(
-        partitioner, model_costs(graph, model, timing), ranks or [RankSpec()] * num_stages, counts=counts
-    )
-    return SplitModel(model, captures, graph, partition)
+    cut = plan_cut(graph, model, target, partitioner, counts, components)
+    return SplitModel(model, captures, graph, cut.partition, cut=cut)
 
 
 def load_pipeline(
@@ -209,7 +211,7 @@ def parallelize(pipeline: Any, config: ParallelConfig) -> Any:
 
 def _check_splits(config: ParallelConfig, models: Mapping[str, nn.Module]) -> None:
     config.check_components(models)
-    find_timing(config.profile)
+    machine(config.pipeline_parallel_size, config.ranks, config.profile, config.topology)
     for name, model in models.items():
         check_counts(config, name, model)
 

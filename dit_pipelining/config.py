@@ -9,6 +9,7 @@ from dit_pipelining.errors import ConfigError, WorldSizeError
 from partitioners import (
     PARTITIONERS,
     Partitioner,
+    RankSpec,
     TooManyStagesError,
     WrongNumberOfCountsError,
     counts_from_environment,
@@ -21,6 +22,8 @@ from partitioners.partition import check_counts
 SCHEDULES = ("rolling", "gpipe")
 COMPILE_MODES = (None, "blocks", "blocks-cudagraphs")
 TRANSPORTS = ("auto", "peer", "nccl", "host")
+TOPOLOGIES = ("auto", "nvlink", "pcie", "ethernet")
+"""Which link joins a device to the next one; auto: NVLink where every machine has it, else PCIe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +32,14 @@ class ParallelConfig:
 
     Args:
         pipeline_parallel_size: number of pipeline stages that each transformer is cut into.
-        partitioner: where to cut: `"balanced"` (by time), `"uniform"`, or a function.
+        partitioner: where to cut: `"balanced"` (by time), `"vae-aware"` (with the time of the VAE and the text encoders),
+            `"uniform"`, or a function.
         profile: what times are taken from: a file of `dit-pipelining profile`, or a device such as `"h200"`, for which they
-            are predicted. Default: FLOPs.
+            are predicted. Default: FLOPs, or the first device of `ranks`.
+        ranks: what the ranks are, where they differ or where memory is short: for each stage a device or its memory, such as
+            `"rtx4090,rtx3090"`, `"rtx4090:16GB,rtx4090"` or `"24GB*2,16GB"` (twice as fast as the second); one stands for
+            all. Default: equal ranks, any memory.
+        topology: the links between such devices: `"auto"`, `"nvlink"`, `"pcie"` or `"ethernet"`.
         partition: blocks per stage, for example `"8,12,12,8"`, for every transformer; or by component, for example
             `{"transformer": "8,12,12,8", "transformer_2": "10,10,10,10"}`. Beats VLLM_PP_LAYER_PARTITION, which decides
             for all transformers that have no counts here, and which beats `partitioner`.
@@ -59,6 +67,8 @@ class ParallelConfig:
     pipeline_parallel_size: int = 1
     partitioner: str | Partitioner = "balanced"
     profile: str | Path | None = None
+    ranks: str | Sequence[str | RankSpec] | None = None
+    topology: str = "auto"
     partition: str | Sequence[int] | Mapping[str, str | Sequence[int]] | None = None
     blocks: Sequence[str] | None = None
     microbatches: int = 1
@@ -72,7 +82,13 @@ class ParallelConfig:
         for name in ("pipeline_parallel_size", "cfg_parallel_size", "microbatches"):
             check_positive(name, getattr(self, name))
         check_partitioner(self.partitioner)
-        for name, known in (("schedule", SCHEDULES), ("transport", TRANSPORTS), ("compile", COMPILE_MODES)):
+        choices = (
+            ("schedule", SCHEDULES),
+            ("transport", TRANSPORTS),
+            ("compile", COMPILE_MODES),
+            ("topology", TOPOLOGIES),
+        )
+        for name, known in choices:
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(map(str, known))}.")
         if self.schedule == "gpipe" and self.cfg_parallel_size > 1:

@@ -26,7 +26,9 @@ from dit_pipelining.planning.models import find_model
 from dit_pipelining.runtime.attach import split_of
 from dit_pipelining.weights.pipelines import empty_transformers
 from partitioners import (
+    Component,
     CountsNotIntegersError,
+    DoesNotFitError,
     NegativeCountError,
     RankSpec,
     TooManyStagesError,
@@ -190,8 +192,8 @@ def test_a_number_of_stages_that_is_no_positive_integer_is_refused(num_stages: A
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        (dict(ranks=[RankSpec()] * 3), ConfigError, "ranks has 3 entries for 2 stages"),
-        (dict(ranks=[]), ConfigError, "ranks has 0 entries for 2 stages"),
+        (dict(ranks=[RankSpec()] * 3), ConfigError, "describes 3 ranks for 2 stages"),
+        (dict(ranks=[]), ConfigError, "describes 0 ranks for 2 stages"),
         (dict(partitioner="even"), ConfigError, "'uniform', 'balanced'"),
         (dict(counts="1,1,2"), WrongNumberOfCountsError, "there are 3 of them; expected 2"),
         (dict(counts=[5, -1]), NegativeCountError, "-1 is negative"),
@@ -372,6 +374,36 @@ def test_measured_seconds_decide_where_to_cut(tmp_path: Path) -> None:
     # So that all double blocks take as long as all single ones.
     assert split_model(model, 2, inputs, profile=tmp_path / "profile.json").partition.counts == (double, single)
     assert split_model(model, 2, inputs, profile=profile).partition.counts == (double, single)
+
+
+def test_a_card_twice_as_fast_with_more_memory_gets_more_blocks() -> None:
+    case = CASES["WanTransformer3D@batch"]
+    model, inputs = build_model(case), build_inputs(case)
+    equal = split_model(model, 2, inputs)
+    uneven = split_model(model, 2, inputs, ranks="24GB*3,16GB")
+    assert uneven.partition.counts[0] > equal.partition.counts[0]
+    assert uneven.cut is not None
+    assert [rank.speed for rank in uneven.cut.ranks] == [3.0, 1.0]
+
+
+def test_a_model_that_does_not_fit_says_so_before_it_runs() -> None:
+    case = CASES["WanTransformer3D@batch"]
+    model, inputs = build_model(case), build_inputs(case)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    with pytest.raises(DoesNotFitError, match="rank 0 lacks"):
+        split_model(model, 2, inputs, ranks=[RankSpec(memory_bytes=size // 8)] * 2)
+
+
+def test_a_text_encoder_takes_memory_of_its_rank() -> None:
+    case = CASES["WanTransformer3D@batch"]
+    model, inputs = build_model(case), build_inputs(case)
+    ranks = [RankSpec(memory_bytes=10**9), RankSpec(memory_bytes=3 * 10**9)]
+    encoder = Component("text_encoder", bytes=2 * 10**9)
+    with pytest.raises(DoesNotFitError, match="rank 0 lacks"):
+        split_model(model, 2, inputs, ranks=ranks, components=[encoder])
+    split = split_model(model, 2, inputs, ranks=ranks, components=[encoder], partitioner="vae-aware")
+    assert split.cut is not None
+    assert split.cut.owners == {"text_encoder": 1}
 
 
 def test_an_unknown_profile_is_refused_before_anything_is_loaded(folder: Path, two_ranks: ParallelConfig) -> None:

@@ -7,12 +7,10 @@ direction (data sheets print the sum of both). Gigabytes of memory chips are bin
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dit_pipelining.config import TOPOLOGIES
 from dit_pipelining.errors import ConfigError
 
 GIB = 2**30
-
-TOPOLOGIES = ("auto", "nvlink", "pcie", "ethernet")
-"""Which link joins a device to the next one; auto: NVLink where the device has it, else PCIe."""
 
 MATRIX_SHARE = 0.6
 """Share of the peak rate that matrix products and attention of a transformer reach. A rule of thumb, and the largest

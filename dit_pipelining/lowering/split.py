@@ -12,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from dit_pipelining.capture.graph import BlockGraph, CaptureCache
 from dit_pipelining.capture.signature import CallInputs, bind, flatten_inputs
 from dit_pipelining.costs.model_costs import weight_sizes
+from dit_pipelining.costs.plan import CutPlan
 from dit_pipelining.errors import ConfigError, InputError
 from dit_pipelining.lowering.boundary import BoundaryValue, StagePlan, plan_stages
 from dit_pipelining.lowering.stage import StageModule, build_program
@@ -31,6 +32,7 @@ class SplitModel:
         stages: one StageModule per stage.
         graph: the forward as captured with the example inputs.
         boundaries: what crosses between stage i and i + 1, with the example inputs.
+        cut: the costs and ranks that the partition was chosen for; None where it came from elsewhere.
 
     Args:
         prepare: called with the plans before the stages are made from the model's modules; loads weights.
@@ -43,9 +45,11 @@ class SplitModel:
         graph: BlockGraph,
         partition: Partition,
         prepare: Callable[[list[StagePlan]], None] | None = None,
+        cut: CutPlan | None = None,
     ) -> None:
         self.model = model
         self.partition = partition
+        self.cut = cut
         self.graph = graph
         self._captures = captures
         self._running = threading.RLock()

@@ -11,8 +11,8 @@ from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.capture.graph import BlockGraph, CaptureCache
 from dit_pipelining.capture.signature import CallInputs, bind, first_argument, flatten_inputs
 from dit_pipelining.config import ParallelConfig
-from dit_pipelining.costs.model_costs import model_costs
-from dit_pipelining.costs.timing import find_timing
+from dit_pipelining.costs.machine import machine
+from dit_pipelining.costs.plan import plan_cut
 from dit_pipelining.lowering.boundary import StagePlan
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.lowering.stage import StageModule
@@ -21,7 +21,6 @@ from dit_pipelining.runtime.microbatches import Cutter, batch_size, gives_batch,
 from dit_pipelining.runtime.pending import resolved
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.runtime.schedules import GPipe
-from partitioners import RankSpec, resolve_partition
 
 FillStage = Callable[[StagePlan], None]
 """Gives the model the weights of one stage, and takes away all others."""
@@ -53,7 +52,7 @@ class TransformerExecutor:
         self.device = rolling.device
         self.split: SplitModel | None = None
         self.counts = check_counts(config, name, model)
-        self.timing = find_timing(config.profile)
+        self.machine = machine(config.pipeline_parallel_size, config.ranks, config.profile, config.topology)
         self._captures = CaptureCache(
             model, config.blocks, model.forward, count_work=True, before_capture=rolling.drain
         )
@@ -114,12 +113,10 @@ class TransformerExecutor:
     def _split(self, kwargs: Mapping[str, Any]) -> SplitModel:
         kwargs = bind(self.model.forward, (), kwargs)
         graph = self._captures.get(kwargs)
-        ranks = [RankSpec()] * self.config.pipeline_parallel_size
-        costs = model_costs(graph, self.model, self.timing)
-        partition = resolve_partition(self.config.partitioner, costs, ranks, counts=self.counts)
+        cut = plan_cut(graph, self.model, self.machine, self.config.partitioner, self.counts)
         stage = self.rolling.mesh.stage
         self.split = SplitModel(
-            self.model, self._captures, graph, partition, lambda plans: self._fill_stage(plans[stage])
+            self.model, self._captures, graph, cut.partition, lambda plans: self._fill_stage(plans[stage]), cut
         )
         if self.config.compile:
             self.split.compile(self.config.compile, [stage])
