@@ -22,6 +22,7 @@ from partitioners.partition import check_counts
 SCHEDULES = ("rolling", "gpipe")
 COMPILE_MODES = (None, "blocks", "blocks-cudagraphs")
 TRANSPORTS = ("auto", "peer", "nccl", "host")
+VAE_PLACEMENTS = ("inline", "shared")
 TOPOLOGIES = ("auto", "nvlink", "pcie", "ethernet")
 """Which link joins a device to the next one; auto: NVLink where every machine has it, else PCIe."""
 
@@ -57,6 +58,10 @@ class ParallelConfig:
         transport: how data moves between the ranks. `"auto"`: `"peer"` where each rank has a GPU of its own on one host
             (copy engines, ordered by the GPUs themselves), `"nccl"` across hosts, `"host"` on CPUs and for ranks that
             share a GPU (gloo, through host memory).
+        vae_placement: `"inline"`: the rank that holds the VAE also runs blocks; `"shared"`: it is a rank of its own, without
+            blocks.
+        rebalance: measure how long the stages take, and between two calls of the pipeline move blocks to other ranks where
+            that makes the slowest stage faster. Results stay the same bit for bit.
         timeout_seconds: how long a rank waits for another before the run ends with an error.
 
     Raises:
@@ -76,6 +81,8 @@ class ParallelConfig:
     schedule: str = "rolling"
     compile: str | None = None
     transport: str = "auto"
+    vae_placement: str = "inline"
+    rebalance: bool = False
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
@@ -87,10 +94,18 @@ class ParallelConfig:
             ("transport", TRANSPORTS),
             ("compile", COMPILE_MODES),
             ("topology", TOPOLOGIES),
+            ("vae_placement", VAE_PLACEMENTS),
         )
         for name, known in choices:
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(map(str, known))}.")
+        if not isinstance(self.rebalance, bool):
+            raise ConfigError(f"rebalance={self.rebalance!r}: expected True or False.")
+        if self.vae_placement == "shared" and self.partitioner not in ("balanced", "vae-aware"):
+            raise ConfigError(
+                f'vae_placement="shared" needs partitioner="balanced" or "vae-aware", which can leave a rank without blocks; '
+                f"not {self.partitioner!r}."
+            )
         if self.schedule == "gpipe" and self.cfg_parallel_size > 1:
             raise ConfigError(
                 'schedule="gpipe" runs one pipeline; use schedule="rolling" with cfg_parallel_size above 1.'

@@ -1,0 +1,169 @@
+"""A ParallelConfig from a YAML file, the environment and arguments.
+
+[Note: keys]
+A file and the environment may set every field of ParallelConfig under its own name, in the environment in capitals behind
+`DIT_PIPELINING_`. Besides, these keys of configurations for streaming diffusion are understood:
+
+- `strategy`: `none` (one stage), `pipeline` (`pipeline_stages`, or as many as processes), `auto` (as many stages as
+  processes). `sequence` is refused.
+- `pipeline_stages`: `pipeline_parallel_size`.
+- `block_partition`: `uniform` (the partitioner of that name), `dynamic` (`rebalance`).
+- `hardware.topology`: `topology`, as a key with a dot or nested.
+
+In the environment DIFFUSION_PARALLELISM_STRATEGY is `strategy`, and DIFFUSION_PIPELINE_STAGES is `pipeline_stages`.
+"""
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dit_pipelining.config import ParallelConfig, check_positive
+from dit_pipelining.errors import ConfigError
+
+PREFIX = "DIT_PIPELINING_"
+SIZE = "pipeline_parallel_size"
+FIELDS = tuple(field.name for field in fields(ParallelConfig))
+VARIABLES = {"DIFFUSION_PARALLELISM_STRATEGY": "strategy", "DIFFUSION_PIPELINE_STAGES": "pipeline_stages"}
+STRATEGIES = ("none", "pipeline", "auto")
+BLOCK_PARTITIONS: dict[str, dict[str, Any]] = {"uniform": {"partitioner": "uniform"}, "dynamic": {"rebalance": True}}
+OTHER_NAMES = {"pipeline_stages": SIZE, "hardware.topology": "topology"}
+KEYS = (*FIELDS, "strategy", "block_partition", *OTHER_NAMES)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Settings from one place: their keys, and what to call the place (and each key) in an error."""
+
+    name: str
+    settings: Mapping[str, Any]
+    known_as: Mapping[str, str]
+
+    def of(self, key: str) -> str:
+        return f"{self.known_as.get(key, key)}={self.settings[key]!r} ({self.name})"
+
+
+def load_config(
+    path: str | Path | None = None,
+    *,
+    environment: Mapping[str, str] = os.environ,
+    defaults: Mapping[str, Any] | None = None,
+    **arguments: Any,
+) -> ParallelConfig:
+    """A configuration, each setting from the first of these that has it: arguments, environment, file, defaults.
+
+    Args:
+        path: of a YAML file; None: no file.
+        environment: where variables are looked up.
+        defaults: settings for when nobody says anything else.
+        arguments: fields of ParallelConfig, or other keys of [Note: keys]. None counts as not given.
+
+    Raises:
+        ConfigError: the file cannot be read; a key is not known (lists those that are); a value cannot be used.
+        CountsError: a partition holds something else than one number of blocks per stage.
+    """
+    sources = [_Source("a default", defaults or {}, {})]
+    if path is not None:
+        sources.append(_read_file(Path(path)))
+    sources.append(_read_environment(environment))
+    sources.append(_Source("an argument", {key: value for key, value in arguments.items() if value is not None}, {}))
+    merged: dict[str, Any] = {}
+    for key in (*(defaults or {}), *arguments):
+        if key not in KEYS:
+            raise _unknown(f"the argument {key!r}", key, KEYS)
+    for source in sources:
+        own = _as_fields(source)
+        strategy = source.settings.get("strategy")
+        if strategy == "auto" or (strategy == "pipeline" and SIZE not in merged):
+            merged[SIZE] = None  # as many as processes, unless somebody says more
+        merged |= own
+    if merged.get(SIZE, 1) is None:
+        replicas = merged.get("cfg_parallel_size", 1)
+        check_positive("cfg_parallel_size", replicas)
+        merged[SIZE] = max(int(environment.get("WORLD_SIZE", "1")) // replicas, 1)  # WORLD_SIZE: torchrun's
+    return ParallelConfig(**merged)
+
+
+def _as_fields(source: _Source) -> dict[str, Any]:
+    """The settings of one source under the names of ParallelConfig's fields."""
+    found: dict[str, Any] = {}
+    for key, value in source.settings.items():
+        if key in FIELDS:
+            found[key] = value
+    for key, field in OTHER_NAMES.items():
+        if key in source.settings:
+            if found.get(field, source.settings[key]) != source.settings[key]:
+                raise ConfigError(f"{source.of(key)} contradicts {source.of(field)}; give one of them.")
+            found[field] = source.settings[key]
+    if "block_partition" in source.settings:
+        meaning = BLOCK_PARTITIONS.get(source.settings["block_partition"])
+        if meaning is None:
+            raise ConfigError(f"{source.of('block_partition')}: expected one of {', '.join(BLOCK_PARTITIONS)}.")
+        found = {**meaning, **found}
+    strategy = source.settings.get("strategy")
+    if strategy == "sequence":
+        raise ConfigError(f"{source.of('strategy')}: sequence parallelism is not built; use pipeline, auto or none.")
+    if strategy is not None and strategy not in STRATEGIES:
+        raise ConfigError(f"{source.of('strategy')}: expected one of {', '.join(STRATEGIES)}.")
+    if strategy == "none":
+        if found.get(SIZE, 1) != 1:
+            given = "pipeline_stages" if "pipeline_stages" in source.settings else SIZE
+            raise ConfigError(f"{source.of('strategy')} contradicts {source.of(given)}; give one of them.")
+        found[SIZE] = 1
+    return found
+
+
+def _read_file(path: Path) -> _Source:
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"the configuration file {path} cannot be read: {error}.") from None
+    if settings is None:
+        settings = {}
+    if not isinstance(settings, dict):
+        raise ConfigError(f"the configuration file {path} holds a {type(settings).__name__}; expected keys and values.")
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if key == "hardware" and isinstance(value, dict):
+            flat |= {f"hardware.{inner}": own for inner, own in value.items()}
+        else:
+            flat[str(key)] = value
+    for key in flat:
+        if key not in KEYS:
+            raise _unknown(f"the key {key!r} of {path}", key, KEYS)
+    return _Source(str(path), flat, {})
+
+
+def _read_environment(environment: Mapping[str, str]) -> _Source:
+    settings: dict[str, Any] = {}
+    known_as: dict[str, str] = {}
+    for variable, text in environment.items():
+        key = VARIABLES.get(variable)
+        if key is None:
+            if not variable.startswith(PREFIX):
+                continue
+            key = variable.removeprefix(PREFIX).lower()
+            if key not in FIELDS:
+                known = [PREFIX + field.upper() for field in FIELDS]
+                raise _unknown(f"the environment variable {variable}", variable, [*known, *VARIABLES])
+        settings[key] = text if key == "partition" else _value(variable, text)
+        known_as[key] = variable
+    return _Source("the environment", settings, known_as)
+
+
+def _value(variable: str, text: str) -> Any:
+    """Text as YAML reads it: 2 is a number, true a truth value, [0, 1] a list, and `rtx4090,rtx3090` stays text."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"the environment variable {variable} is {text!r}, which YAML cannot read.") from None
+
+
+def _unknown(what: str, key: str, known: Any) -> ConfigError:
+    near = difflib.get_close_matches(key, known, n=1)
+    meant = f" Did you mean {near[0]}?" if near else ""
+    return ConfigError(f"{what} is not known.{meant} Known are {', '.join(known)}.")

@@ -1,0 +1,143 @@
+"""Configurations from a file, the environment and arguments: which one decides, and what wrong keys meet."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dit_pipelining.api import ParallelConfig, load_config
+from dit_pipelining.errors import ConfigError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "parallel.yaml"
+    path.write_text("pipeline_parallel_size: 2\nschedule: gpipe\nmicrobatches: 3\n")
+    return path
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_arguments_beat_the_environment_which_beats_the_file_which_beats_defaults(file: Path) -> None:
+    environment = {"DIT_PIPELINING_MICROBATCHES": "4", "DIT_PIPELINING_PIPELINE_PARALLEL_SIZE": "3"}
+    defaults = dict(microbatches=9, timeout_seconds=30.0, schedule="rolling")
+    found = load_config(file, environment=environment, defaults=defaults, pipeline_parallel_size=5, partitioner=None)
+    assert found == ParallelConfig(pipeline_parallel_size=5, schedule="gpipe", microbatches=4, timeout_seconds=30.0)
+
+
+def test_nothing_said_is_the_default() -> None:
+    assert load_config(environment={"PATH": "/bin", "WORLD_SIZE": "4"}) == ParallelConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("strategy: none", dict()),
+        ("strategy: pipeline\npipeline_stages: 3", dict(pipeline_parallel_size=3)),
+        ("strategy: pipeline", dict(pipeline_parallel_size=4)),
+        ("strategy: auto\ncfg_parallel_size: 2", dict(pipeline_parallel_size=2, cfg_parallel_size=2)),
+        ("pipeline_stages: 2", dict(pipeline_parallel_size=2)),
+        ("block_partition: uniform", dict(partitioner="uniform")),
+        ("block_partition: dynamic", dict(rebalance=True)),
+        ("vae_placement: shared", dict(vae_placement="shared")),
+        ("hardware:\n  topology: pcie", dict(topology="pcie")),
+        ("hardware.topology: nvlink", dict(topology="nvlink")),
+        ("partition: [1, 2]\npipeline_stages: 2", dict(pipeline_parallel_size=2, partition=[1, 2])),
+        ("", dict()),
+    ],
+)
+def test_the_keys_of_streaming_configurations_are_understood(
+    tmp_path: Path, text: str, expected: dict[str, Any]
+) -> None:
+    assert load_config(written(tmp_path, text), environment={"WORLD_SIZE": "4"}) == ParallelConfig(**expected)
+
+
+@pytest.mark.parametrize(
+    ("environment", "stages"),
+    [
+        ({"DIFFUSION_PARALLELISM_STRATEGY": "none"}, 1),
+        ({"DIFFUSION_PARALLELISM_STRATEGY": "pipeline"}, 2),
+        ({"DIFFUSION_PARALLELISM_STRATEGY": "auto"}, 8),
+        ({"DIFFUSION_PARALLELISM_STRATEGY": "pipeline", "DIFFUSION_PIPELINE_STAGES": "4"}, 4),
+        ({"DIFFUSION_PIPELINE_STAGES": "4"}, 4),
+        ({}, 2),
+    ],
+)
+def test_the_environments_strategy_beats_the_files_stages(
+    tmp_path: Path, environment: dict[str, str], stages: int
+) -> None:
+    file = written(tmp_path, "strategy: pipeline\npipeline_stages: 2")
+    assert load_config(file, environment={"WORLD_SIZE": "8", **environment}).pipeline_parallel_size == stages
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "field", "value"),
+    [
+        ("PARTITION", "8", "partition", "8"),
+        ("REBALANCE", "true", "rebalance", True),
+        ("TIMEOUT_SECONDS", "2.5", "timeout_seconds", 2.5),
+        ("RANKS", "24GB*2", "ranks", "24GB*2"),
+        ("BLOCKS", "[blocks]", "blocks", ["blocks"]),
+    ],
+)
+def test_the_environments_text_becomes_the_fields_type(variable: str, text: str, field: str, value: Any) -> None:
+    assert getattr(load_config(environment={f"DIT_PIPELINING_{variable}": text}), field) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "pipeline_stage: 2",
+            r"the key 'pipeline_stage' of .*config.yaml is not known. Did you mean pipeline_stages\?",
+        ),
+        ("hardware:\n  gpus: 2", "the key 'hardware.gpus' .*Known are pipeline_parallel_size, "),
+        ("strategy: sequence", "sequence parallelism is not built"),
+        ("strategy: tensor", r"strategy='tensor' \(.*config.yaml\): expected one of none, pipeline, auto"),
+        ("strategy: none\npipeline_stages: 2", "strategy='none' .* contradicts pipeline_stages=2"),
+        ("pipeline_stages: 2\npipeline_parallel_size: 3", "pipeline_stages=2 .* contradicts pipeline_parallel_size=3"),
+        ("block_partition: even", "block_partition='even' .* expected one of uniform, dynamic"),
+        ("vae_placement: alone", "vae_placement='alone': expected one of inline, shared"),
+        ("vae_placement: shared\npartitioner: uniform", 'vae_placement="shared" needs'),
+        ("rebalance: sometimes", "rebalance='sometimes': expected True or False"),
+        ("hardware:\n  topology: ring", "topology='ring': expected one of auto, nvlink, pcie"),
+        ("pipeline_stages: two", "pipeline_parallel_size='two': expected an integer"),
+        ("strategy: auto\ncfg_parallel_size: zero", "cfg_parallel_size='zero': expected an integer"),
+        ("- 1", "holds a list; expected keys and values"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_what_a_file_gets_wrong_is_said(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(written(tmp_path, text), environment={})
+
+
+def test_a_missing_file_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing.yaml cannot be read"):
+        load_config(tmp_path / "missing.yaml")
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            {"DIT_PIPELINING_SCEDULE": "gpipe"},
+            r"DIT_PIPELINING_SCEDULE is not known. Did you mean DIT_PIPELINING_SCHEDULE\?",
+        ),
+        ({"DIT_PIPELINING_BLOCKS": "["}, r"DIT_PIPELINING_BLOCKS is '\[', which YAML cannot read"),
+        ({"DIFFUSION_PARALLELISM_STRATEGY": "all"}, r"DIFFUSION_PARALLELISM_STRATEGY='all' \(the environment\)"),
+        ({"DIFFUSION_PIPELINE_STAGES": "0"}, "pipeline_parallel_size=0"),
+    ],
+)
+def test_what_the_environment_gets_wrong_is_said(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(environment=environment)
+
+
+def test_an_unknown_argument_is_an_error_that_lists_the_known() -> None:
+    with pytest.raises(ConfigError, match=r"the argument 'stages' is not known. .*Known are pipeline_parallel_size"):
+        load_config(environment={}, stages=2)
