@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -113,6 +114,16 @@ class SplitModel:
             previous = max(previous, stage_of.get(str(node.target), previous))
             counts[previous] += 1
         return Partition(tuple(counts), allow_empty=True)
+
+    def cut_anew(self, partition: Partition, prepare: Callable[[list[StagePlan]], None] | None = None) -> "SplitModel":
+        """The same model in other stages. This split must not be used afterwards.
+
+        Args:
+            partition: of the blocks of `graph`.
+            prepare: as for a new split; moves weights.
+        """
+        cut = None if self.cut is None else replace(self.cut, partition=partition)
+        return SplitModel(self.model, self._captures, self.graph, partition, prepare, cut)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run all stages in this process; takes and returns what the model's forward does."""

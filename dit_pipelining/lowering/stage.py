@@ -11,6 +11,7 @@ from dit_pipelining.capture.code import Function, compile_nodes
 from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.signature import CallInputs
 from dit_pipelining.lowering.boundary import BoundaryValue, StagePlan, with_plain_strides
+from dit_pipelining.lowering.clock import StageClock
 from dit_pipelining.lowering.cuda_graph import GraphedFunction
 from dit_pipelining.lowering.invariant import InvariantGroup, split_invariant
 
@@ -109,6 +110,7 @@ class StageModule(nn.Module):
         for name in sorted(weights, key=lambda name: (name.count("."), name)):
             _hold(self, model, name)
         self.training = model.training
+        self.clock: StageClock | None = None
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "StageModule":
         """Moves and casts act on the parameters in place, but make new buffers: give those to the model too."""
@@ -193,6 +195,14 @@ class StageModule(nn.Module):
         Returns:
             the tensors for the next stage, or the output tensors (`BlockGraph.output_nodes`) from the last stage.
         """
+        if self.clock is None:
+            return self._run(graph, received, leaves)
+        with self.clock.measured(graph):
+            return self._run(graph, received, leaves)
+
+    def _run(
+        self, graph: BlockGraph, received: Sequence[torch.Tensor], leaves: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, ...]:
         program = self.programs[id(graph)]
         if graph.lora_scale == 1.0:
             return program.run(self.model, received, leaves)

@@ -19,8 +19,10 @@ from dit_pipelining.lowering.stage import StageModule
 from dit_pipelining.runtime.idle import IdleReplicas
 from dit_pipelining.runtime.microbatches import Cutter, batch_size, gives_batch, is_share, merge
 from dit_pipelining.runtime.pending import resolved
+from dit_pipelining.runtime.rebalance import Rebalancer
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.runtime.schedules import GPipe
+from partitioners import balanced
 
 FillStage = Callable[[StagePlan], None]
 """Gives the model the weights of one stage, and takes away all others."""
@@ -46,6 +48,7 @@ class TransformerExecutor:
     def __init__(
         self, name: str, model: nn.Module, config: ParallelConfig, rolling: Rolling, fill_stage: FillStage
     ) -> None:
+        self.name = name
         self.model = model
         self.config = config
         self.rolling = rolling
@@ -58,6 +61,7 @@ class TransformerExecutor:
         )
         self._fill_stage = fill_stage
         self._gpipe: GPipe | None = None
+        self._rebalancer: Rebalancer | None = None
         latents = first_argument(model.forward)
         self._over_replicas = Cutter(latents, config.cfg_parallel_size, self._fits)
         self._along_stages = Cutter(latents, config.microbatches, self._fits)
@@ -118,11 +122,25 @@ class TransformerExecutor:
         self.split = SplitModel(
             self.model, self._captures, graph, cut.partition, lambda plans: self._fill_stage(plans[stage]), cut
         )
-        if self.config.compile:
-            self.split.compile(self.config.compile, [stage])
-        if self.config.schedule == "gpipe":
-            self._gpipe = GPipe(self._stage(), self.device)
+        if self.config.rebalance and self.split.num_stages > 1:
+            partitioner = self.config.partitioner if callable(self.config.partitioner) else balanced
+            self._rebalancer = Rebalancer(self.name, self.split, self.rolling, partitioner)
+            self.rolling.between_calls.append(self._rebalance)
+        self._prepare_stage()
         return self.split
+
+    def _rebalance(self) -> None:
+        assert self._rebalancer is not None
+        if (partition := self._rebalancer.better_partition()) is not None:
+            self.split = self._rebalancer.move(partition)
+            self._prepare_stage()
+
+    def _prepare_stage(self) -> None:
+        """What a new split needs before its first call."""
+        assert self.split is not None
+        if self.config.compile:
+            self.split.compile(self.config.compile, [self.rolling.mesh.stage])
+        self._gpipe = GPipe(self._stage(), self.device) if self.config.schedule == "gpipe" else None
 
 
 def check_counts(config: ParallelConfig, name: str, model: nn.Module) -> str | Sequence[int] | None:

@@ -35,6 +35,10 @@ class Rolling:
         timeout: of the process groups.
         guard: of this launch.
         transport: how data moves between the ranks, from `choose_transport`.
+
+    Attributes:
+        control: a gloo group of all ranks, for what the hosts tell each other.
+        between_calls: what every rank does before each call of the pipeline, while nothing is in flight.
     """
 
     def __init__(
@@ -46,7 +50,8 @@ class Rolling:
         self.turns = Turns()
         self._free_streams: list[torch.cuda.Stream] = []
         self._timeout = timeout.total_seconds()
-        self._control = dist.new_group(timeout=timeout, backend="gloo")
+        self.control = dist.new_group(timeout=timeout, backend="gloo")
+        self.between_calls: list[Callable[[], None]] = []
         self.runner = self._make_runner(timeout, transport)
         guard.on_failure(self._stop)
         guard.on_beat(self._check_overdue)
@@ -91,7 +96,11 @@ class Rolling:
         """
         with self.guard.call(after_agreement=self.drain) as outermost:
             if outermost:
-                agree(name, arguments, self._control, self.device)
+                agree(name, arguments, self.control, self.device)
+                if self.between_calls:
+                    self.drain()
+                for act in self.between_calls:
+                    act()
             yield
 
     def run(self, functions: Sequence[Callable[[], Any]], in_flight: int | None = None) -> list[Any]:
