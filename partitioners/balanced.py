@@ -3,7 +3,7 @@
 import math
 import operator
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -132,23 +132,23 @@ def _first_of_ties(costs: ModelCosts, stage_costs: Sequence[StageCost], limit: f
 
 
 def _smallest_num_ranks(costs: ModelCosts, ranks: Sequence[RankSpec]) -> int | None:
-    """How many ranks like these hold the model; None if they differ in memory, or if one rank per block is too few."""
-    rank = ranks[0]
-    if any((other.memory_bytes, other.fixed_bytes) != (rank.memory_bytes, rank.fixed_bytes) for other in ranks):
-        return None
-    rank = replace(rank, holds_blocks=True)
-    only = stage_shortfalls(costs, [rank])[0]
-    first, middle, last = stage_shortfalls(costs, [rank] * 3)
-    num_blocks = costs.num_blocks
-    if only(0, num_blocks) == 0:
-        return 1
-    # As many blocks as fit on each rank in turn: what one rank takes, no later rank needs room for.
-    start, stage_cost = 0, first
-    for num_ranks in range(2, num_blocks + 1):
-        fitting = [end for end in range(start, num_blocks + 1) if stage_cost(start, end) == 0]
-        if not fitting:
-            return None
-        start, stage_cost = fitting[-1], middle
-        if last(start, num_blocks) == 0:
-            return num_ranks
-    return None
+    """How many ranks hold the model, if those that are added are like the largest; None if one per block is too few."""
+    largest = largest_rank(ranks)
+
+    def fits(num_ranks: int) -> bool:
+        more = [*ranks, *[largest] * (num_ranks - len(ranks))]
+        return smallest_bottleneck(costs.num_blocks, stage_shortfalls(costs, more)) == 0
+
+    return first_that_fits(range(len(ranks) + 1, costs.num_blocks + 1), fits)
+
+
+def largest_rank(ranks: Sequence[RankSpec]) -> RankSpec:
+    """What a rank that is added could be: as much memory as the largest, and no other work than all ranks have."""
+    largest = max(ranks, key=lambda rank: math.inf if rank.memory_bytes is None else rank.memory_bytes)
+    return replace(largest, fixed_bytes=min(rank.fixed_bytes for rank in ranks), holds_blocks=True)
+
+
+def first_that_fits(candidates: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """The first number of ranks that is enough: if one is, so is every larger one."""
+    index = bisect_left(candidates, True, key=fits)
+    return candidates[index] if index < len(candidates) else None

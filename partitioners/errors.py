@@ -151,8 +151,9 @@ class DoesNotFitError(PartitionError):
     Args:
         counts: Blocks per stage in the placement whose largest shortfall is smallest.
         shortfalls: Bytes that each rank lacks in that placement; 0 for a rank that has enough.
-        smallest_num_ranks: With how many ranks like these the model fits. None where the ranks differ in memory, or
-            where no number of them is enough.
+        smallest_num_ranks: With how many ranks the model fits, if those that are added are like the largest of these.
+            None where no number of them is enough.
+        owners: The rank of each component in that placement, where components were placed.
     """
 
     def __init__(
@@ -177,7 +178,10 @@ class DoesNotFitError(PartitionError):
         if self.smallest_num_ranks is None:
             advice = "give these ranks more memory, or make the model smaller (a smaller dtype, quantised weights)"
         else:
-            advice = f"use at least {self.smallest_num_ranks} ranks like these, or ranks with more memory"
+            advice = (
+                f"use at least {self.smallest_num_ranks} ranks, those that are added like the largest of these, "
+                "or ranks with more memory"
+            )
         placement = "blocks per stage " + ",".join(str(count) for count in self.counts)
         placement += "".join(f", {name} on rank {rank}" for name, rank in self.owners.items())
         return f"the model does not fit; at best ({placement}) {lacking}; {advice}"

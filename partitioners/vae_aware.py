@@ -1,12 +1,18 @@
 """The smallest bottleneck when ranks also hold and run a VAE and text encoders: cut and placement chosen together."""
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from partitioners.balanced import TIE_TOLERANCE, balanced, best_last_start, smallest_bottleneck
+from partitioners.balanced import (
+    TIE_TOLERANCE,
+    balanced,
+    best_last_start,
+    first_that_fits,
+    largest_rank,
+    smallest_bottleneck,
+)
 from partitioners.costs import Component, ModelCosts, RankSpec
 from partitioners.errors import DoesNotFitError, InvalidCostError
 from partitioners.partition import Partition, check_stages
@@ -218,20 +224,16 @@ def _keep_preferred(
 
 
 def _smallest_num_ranks(costs: ModelCosts, ranks: Sequence[RankSpec]) -> int | None:
-    """How many ranks like these hold model and components; None if they differ, or if one rank per block is too few."""
-    rank = ranks[0]
-    if any((other.memory_bytes, other.fixed_bytes) != (rank.memory_bytes, rank.fixed_bytes) for other in ranks):
-        return None
+    """How many ranks hold model and components, if those that are added are like the largest."""
+    largest = largest_rank(ranks)
+    subsets = [_subset(costs.components, mask) for mask in range(1 << len(costs.components))]
 
     def fits(num_ranks: int) -> bool:
-        loaded = [
-            [_with(rank, _subset(costs.components, mask))] * num_ranks for mask in range(1 << len(costs.components))
-        ]
+        more = [*ranks, *[largest] * (num_ranks - len(ranks))]
+        loaded = [[_with(rank, subset) for rank in more] for subset in subsets]
         return _programme(costs, [stage_shortfalls(costs, own) for own in loaded])[0] == 0
 
-    candidates = range(len(ranks) + 1, costs.num_blocks + 1)
-    index = bisect_left(candidates, True, key=fits)
-    return candidates[index] if index < len(candidates) else None
+    return first_that_fits(range(len(ranks) + 1, costs.num_blocks + 1), fits)
 
 
 def _subset(components: Sequence[Component], mask: int) -> list[Component]:

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ from contact_sheet import contact_sheet
 from diffusers.utils import export_to_gif, export_to_video
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from dit_pipelining.api import ParallelConfig, load_pipeline
-from dit_pipelining.comm.launch import launched_rank, launched_world_size
+from dit_pipelining.api import ParallelConfig, load_config, load_pipeline
+from dit_pipelining.comm.launch import launched_rank
 from dit_pipelining.config import SCHEDULES
 from dit_pipelining.errors import USER_ERRORS, ConfigError, RemoteRankError
 from dit_pipelining.runtime.report import print_split
+from partitioners import PARTITIONERS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -49,10 +50,12 @@ def base_parser(description: str) -> argparse.ArgumentParser:
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights; default: as diffusers loads them")
     flags.add_argument("--variant", help="of the checkpoint's files, for example fp16")
+    flags.add_argument("--config", type=Path, metavar="FILE", help="fields of ParallelConfig as YAML; flags beat it")
     flags.add_argument("--pipeline-parallel-size", type=int, metavar="STAGES", help="default: all launched processes")
-    flags.add_argument("--cfg-parallel-size", type=int, default=1, metavar="REPLICAS")
-    flags.add_argument("--partitioner", choices=["balanced", "uniform"], default="balanced")
+    flags.add_argument("--cfg-parallel-size", type=int, metavar="REPLICAS")
+    flags.add_argument("--partitioner", choices=sorted(PARTITIONERS), help="default: balanced")
     flags.add_argument("--partition", help="blocks per stage, for example 8,12,12,8")
+    flags.add_argument("--ranks", help="what the ranks are, for example rtx4090,rtx3090 or 24GB*2,16GB")
     return flags
 
 
@@ -65,19 +68,24 @@ def video_flags(flags: argparse.ArgumentParser) -> None:
 
 def load(args: argparse.Namespace, **options: Any) -> Any:
     """The pipeline over the ranks of this launch, for the flags of `parser`; options as for `load_pipeline`."""
-    schedule = "gpipe" if len(args.prompt) > 1 and args.cfg_parallel_size == 1 else "rolling"
-    microbatches = len(args.prompt) if args.microbatches is None else args.microbatches
-    config = parallel_config(args, schedule=args.schedule or schedule, microbatches=microbatches)
+    several = len(args.prompt) > 1
+    defaults: dict[str, Any] = {"microbatches": len(args.prompt)}
+    if several and parallel_config(args).cfg_parallel_size == 1:
+        defaults["schedule"] = "gpipe"
+    config = parallel_config(args, defaults, schedule=args.schedule, microbatches=args.microbatches)
     return load_with(args, config, **options)
 
 
-def parallel_config(args: argparse.Namespace, **more: Any) -> ParallelConfig:
-    """The degrees and the partition of the flags, and more fields of `ParallelConfig`."""
-    return ParallelConfig(
-        pipeline_parallel_size=args.pipeline_parallel_size or max(launched_world_size() // args.cfg_parallel_size, 1),
+def parallel_config(args: argparse.Namespace, defaults: Mapping[str, Any] | None = None, **more: Any) -> ParallelConfig:
+    """What the flags, the environment and the file of --config say about the ranks, in this order; else the defaults."""
+    return load_config(
+        args.config,
+        defaults={"strategy": "auto", **(defaults or {})},
+        pipeline_parallel_size=args.pipeline_parallel_size,
         cfg_parallel_size=args.cfg_parallel_size,
         partitioner=args.partitioner,
         partition=args.partition,
+        ranks=args.ranks,
         **more,
     )
 

@@ -168,11 +168,10 @@ def test_no_number_of_ranks_is_named_when_one_block_is_too_large() -> None:
     assert caught.value.smallest_num_ranks is None
 
 
-def test_no_number_of_ranks_is_named_when_ranks_differ_in_memory() -> None:
-    costs = ModelCosts.uniform(4, parameter_bytes=10)
-    with pytest.raises(DoesNotFitError) as caught:
-        balanced(costs, [RankSpec(memory_bytes=10), RankSpec(memory_bytes=20)])
-    assert caught.value.smallest_num_ranks is None
+def test_where_ranks_differ_those_that_are_added_are_like_the_largest() -> None:
+    with pytest.raises(DoesNotFitError, match="use at least 4 ranks, those that are added like the largest") as caught:
+        balanced(ModelCosts.uniform(7, parameter_bytes=10), [RankSpec(memory_bytes=10), RankSpec(memory_bytes=20)])
+    assert caught.value.smallest_num_ranks == 4
 
 
 @settings(deadline=None, max_examples=300)

@@ -148,7 +148,7 @@ def test_does_not_fit_says_where_components_were_and_how_many_ranks_would_do() -
     # 13 GiB do not go into 2 x 6; a third rank has room.
     assert caught.value.smallest_num_ranks == 3
     assert "text_encoder on rank 0" in str(caught.value)
-    assert "use at least 3 ranks like these" in str(caught.value)
+    assert "use at least 3 ranks, those that are added like the largest" in str(caught.value)
 
 
 def test_a_component_bound_to_a_rank_that_is_not_there_is_refused() -> None:

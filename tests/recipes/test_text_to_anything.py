@@ -36,6 +36,29 @@ def test_a_video_over_two_replicas_of_two_stages_is_that_of_one_process(tmp_path
     assert np.array_equal(imageio.imread(tmp_path / "four.mp4"), alone)
 
 
+def test_a_file_says_how_the_ranks_are_used_and_flags_beat_it(tmp_path: Path) -> None:
+    model = checkpoints.wan(tmp_path / "wan")
+    config = tmp_path / "parallel.yaml"
+    config.write_text("strategy: pipeline\npipeline_stages: 2\npartition: 3,1\n")
+    size = ["--height", "32", "--width", "32", "--num-frames", "5", "--num-inference-steps", "1"]
+    flags = [
+        "--model",
+        str(model),
+        "--prompt",
+        "a",
+        "--config",
+        str(config),
+        "--output",
+        str(tmp_path / "two.mp4"),
+        *size,
+    ]
+    done = run("text_to_video.py", 2, *flags)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "4 blocks over 2 stages (3,1)" in done.stdout
+    done = run("text_to_video.py", 2, *flags, "--partition", "1,1")
+    assert done.stderr.count("WrongSumError: ") == 1
+
+
 def test_a_wrong_sum_is_one_line_of_the_first_rank_and_the_cause_in_torchruns_report(tmp_path: Path) -> None:
     model = checkpoints.wan(tmp_path / "wan")
     size = ["--height", "32", "--width", "32", "--num-frames", "5", "--num-inference-steps", "1"]
