@@ -106,6 +106,10 @@ class ParallelConfig:
                 f'vae_placement="shared" needs partitioner="balanced" or "vae-aware", which can leave a rank without blocks; '
                 f"not {self.partitioner!r}."
             )
+        if self.vae_placement == "shared" and self.pipeline_parallel_size < 2:
+            raise ConfigError(
+                'vae_placement="shared" takes a rank from the blocks; use pipeline_parallel_size=2 or more.'
+            )
         if self.schedule == "gpipe" and self.cfg_parallel_size > 1:
             raise ConfigError(
                 'schedule="gpipe" runs one pipeline; use schedule="rolling" with cfg_parallel_size above 1.'

@@ -22,7 +22,7 @@ from dit_pipelining.runtime.pending import resolved
 from dit_pipelining.runtime.rebalance import Rebalancer
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.runtime.schedules import GPipe
-from partitioners import balanced
+from partitioners import Component, balanced
 
 FillStage = Callable[[StagePlan], None]
 """Gives the model the weights of one stage, and takes away all others."""
@@ -117,7 +117,7 @@ class TransformerExecutor:
     def _split(self, kwargs: Mapping[str, Any]) -> SplitModel:
         kwargs = bind(self.model.forward, (), kwargs)
         graph = self._captures.get(kwargs)
-        cut = plan_cut(graph, self.model, self.machine, self.config.partitioner, self.counts)
+        cut = plan_cut(graph, self.model, self.machine, self.config.partitioner, self.counts, self._components())
         stage = self.rolling.mesh.stage
         self.split = SplitModel(
             self.model, self._captures, graph, cut.partition, lambda plans: self._fill_stage(plans[stage]), cut
@@ -128,6 +128,11 @@ class TransformerExecutor:
             self.rolling.between_calls.append(self._rebalance)
         self._prepare_stage()
         return self.split
+
+    def _components(self) -> list[Component]:
+        """What else the ranks do that the cut depends on: the last one decodes."""
+        alone = self.config.vae_placement == "shared"
+        return [Component("vae", rank=self.config.pipeline_parallel_size - 1, alone=True)] if alone else []
 
     def _rebalance(self) -> None:
         assert self._rebalancer is not None

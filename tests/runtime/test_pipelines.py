@@ -76,6 +76,21 @@ def test_ranks_give_what_one_process_gives(ranks: RankPool, folders: dict[str, P
         assert torch.equal(result, expected)
 
 
+def with_a_rank_for_the_vae(folder: Path) -> tuple[Any, torch.Tensor]:
+    pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=3, vae_placement="shared"))
+    result = generate(pipeline, "wan")
+    split = split_of(pipeline.transformer)
+    assert split is not None
+    return split.partition.counts, result
+
+
+def test_a_rank_of_its_own_for_the_vae_gets_no_blocks(ranks: RankPool, folders: dict[str, Path]) -> None:
+    expected = generate(diffusers.DiffusionPipeline.from_pretrained(folders["wan"]), "wan")
+    for counts, result in ranks.run(3, with_a_rank_for_the_vae, folders["wan"]):
+        assert counts == (2, 2, 0)
+        assert torch.equal(result, expected)
+
+
 @pytest.mark.parametrize("name", ["wan", "flux"])
 def test_a_pipeline_in_memory_gives_the_same(ranks: RankPool, folders: dict[str, Path], name: str) -> None:
     expected = generate(diffusers.DiffusionPipeline.from_pretrained(folders[name]), name)
