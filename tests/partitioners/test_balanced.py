@@ -218,3 +218,27 @@ def test_large_models_are_solved_too() -> None:
     assert partition.num_blocks == 128
     assert max(partition.stage_bytes(costs, ranks)) <= 150
     assert partition.bottleneck(costs, ranks) < uniform(costs, ranks).bottleneck(costs, ranks)
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), num_blocks=st.integers(8, 64), num_stages=st.integers(1, 8))
+def test_is_never_slower_than_a_uniform_split_that_fits(data: st.DataObject, num_blocks: int, num_stages: int) -> None:
+    def lists(element: st.SearchStrategy[float], size: int) -> list[float]:
+        return data.draw(st.lists(element, min_size=size, max_size=size))
+
+    seconds, sizes = lists(st.floats(1e-3, 1.0), num_blocks), lists(st.integers(0, 100), num_blocks)
+    costs = ModelCosts(
+        tuple(BlockCost(own, int(size), boundary_bytes=int(size)) for own, size in zip(seconds, sizes, strict=True))
+    )
+    speeds, fixed = lists(st.floats(0.2, 4.0), num_stages), lists(st.floats(0.0, 5.0), num_stages)
+    memory = data.draw(st.integers(sum(map(int, sizes)) // num_stages, 2 * sum(map(int, sizes)) // num_stages + 200))
+    ranks = [
+        RankSpec(speed, memory, fixed_seconds=besides, link_bytes_per_second=100.0)
+        for speed, besides in zip(speeds, fixed, strict=True)
+    ]
+    even = uniform(costs, ranks)
+    if any(even.shortfalls(costs, ranks)):
+        return
+    found = balanced(costs, ranks)
+    assert not any(found.shortfalls(costs, ranks))
+    assert found.bottleneck(costs, ranks) <= even.bottleneck(costs, ranks) * (1 + 1e-9)
