@@ -5,7 +5,16 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-PUBLIC = ("ParallelConfig", "SplitModel", "generate", "load_pipeline", "parallelize", "split_model")
+PUBLIC = (
+    "ParallelConfig",
+    "SplitModel",
+    "generate",
+    "launch",
+    "load_config",
+    "load_pipeline",
+    "parallelize",
+    "split_model",
+)
 """Names of `dit_pipelining.api`, imported when they are first asked for, since diffusers takes seconds to import."""
 
 

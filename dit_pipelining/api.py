@@ -11,6 +11,7 @@ from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.capture.graph import CaptureCache
 from dit_pipelining.capture.signature import bind
 from dit_pipelining.comm.launch import Launch, launched_rank
+from dit_pipelining.comm.processes import launch
 from dit_pipelining.config import ParallelConfig, check_partitioner, check_positive, early_counts_check
 from dit_pipelining.config_sources import load_config
 from dit_pipelining.costs.machine import RankChoice, machine
@@ -36,7 +37,16 @@ from dit_pipelining.weights.pipelines import (
 )
 from partitioners import Component, Partitioner
 
-__all__ = ["ParallelConfig", "SplitModel", "generate", "load_config", "load_pipeline", "parallelize", "split_model"]
+__all__ = [
+    "ParallelConfig",
+    "SplitModel",
+    "generate",
+    "launch",
+    "load_config",
+    "load_pipeline",
+    "parallelize",
+    "split_model",
+]
 
 
 def split_model(

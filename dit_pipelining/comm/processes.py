@@ -1,0 +1,70 @@
+"""Start ranks from a plain script or a notebook, without torchrun."""
+
+import multiprocessing
+import sys
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from dit_pipelining.errors import ConfigError, RemoteRankError
+
+
+def launch(function: Callable[..., Any], *args: Any, nproc: int, start_method: str | None = None) -> list[Any]:
+    """Call a function in several new processes on this machine, as torchrun would start them.
+
+    Inside, `load_pipeline` and the rest work as in a script under torchrun.
+
+    Args:
+        function: what every rank runs.
+        args: its arguments.
+        nproc: number of ranks.
+        start_method: `"spawn"` (default): new interpreters, which import the function, so it must be in a file. `"fork"`
+            (default for functions of a notebook or of an interactive session): copies of this process, which must not
+            have used CUDA yet.
+
+    Returns:
+        what the function returned on each rank.
+
+    Raises:
+        ConfigError: this process is a rank already, or the function cannot be started this way.
+        RemoteRankError: a rank failed; with its message and traceback.
+    """
+    if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
+        raise ConfigError(f"nproc={nproc!r}: expected the number of processes to start, at least 1.")
+    if torch.distributed.is_initialized():
+        raise ConfigError(
+            "launch was called by a process that is a rank of a launch already; call the function itself."
+        )
+    interactive = getattr(function, "__module__", None) == "__main__" and not hasattr(
+        sys.modules["__main__"], "__file__"
+    )
+    method = start_method or ("fork" if interactive else "spawn")
+    if method not in multiprocessing.get_all_start_methods():
+        raise ConfigError(
+            f"start_method={method!r}: expected one of {', '.join(multiprocessing.get_all_start_methods())}."
+        )
+    if method == "fork" and torch.cuda.is_initialized():
+        raise ConfigError(
+            "this process has used CUDA, which does not survive a fork. Restart the notebook and launch before anything "
+            "touches the GPU, or put the function into a file and import it."
+        )
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method=method,
+    )
+    try:
+        results: dict[int, Any] = elastic_launch(config, function)(*args)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise RemoteRankError(f"rank {rank} failed: {failure.message}") from None
+    return [results[rank] for rank in range(nproc)]

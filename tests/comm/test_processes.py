@@ -1,0 +1,37 @@
+"""Ranks without torchrun."""
+
+import pytest
+import torch
+
+from dit_pipelining import launch
+from dit_pipelining.errors import ConfigError, RemoteRankError
+
+
+def sum_of_ranks(factor: int) -> int:
+    torch.distributed.init_process_group("gloo")  # from the environment, as under torchrun
+    total = torch.tensor([torch.distributed.get_rank() + 1])
+    torch.distributed.all_reduce(total)
+    torch.distributed.destroy_process_group()
+    if factor == 0:
+        raise ValueError("a factor of nothing")
+    return int(total) * factor
+
+
+def test_every_rank_runs_the_function_and_hands_back_its_result() -> None:
+    assert launch(sum_of_ranks, 5, nproc=2) == [15, 15]
+
+
+def test_what_a_rank_raises_is_raised_here() -> None:
+    with pytest.raises(RemoteRankError, match=r"rank \d failed: .*a factor of nothing"):
+        launch(sum_of_ranks, 0, nproc=2)
+
+
+@pytest.mark.parametrize("nproc", [0, -1, 1.5, True])
+def test_a_number_of_processes_that_is_none_is_refused(nproc: int) -> None:
+    with pytest.raises(ConfigError, match="nproc"):
+        launch(sum_of_ranks, 1, nproc=nproc)
+
+
+def test_an_unknown_way_to_start_is_refused() -> None:
+    with pytest.raises(ConfigError, match="spawn"):
+        launch(sum_of_ranks, 1, nproc=2, start_method="teleport")
