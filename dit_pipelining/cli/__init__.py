@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from dit_pipelining import __version__
-from dit_pipelining.cli import show
+from dit_pipelining.cli import doctor, show
 from dit_pipelining.errors import USER_ERRORS
 
-COMMANDS = {"show": show}
+COMMANDS = {"show": show, "doctor": doctor}
 
 USER_ERROR = 2
 
