@@ -2,6 +2,9 @@
 
     python recipes/benchmarks/schedules.py [--json FILE] [--steps 20] [--milliseconds 50]
 
+and how well the simulation behind `dit-pipelining show` predicts it, from times of a stage, a transfer and a broadcast that
+are measured alone, before.
+
 M requests of T steps, each step one call (or two, with guidance) of a transformer whose S stages take c each, need at least
 M * T * calls * c on a line of stages that never waits. What should happen:
 
@@ -11,28 +14,57 @@ M * T * calls * c on a line of stages that never waits. What should happen:
 """
 
 import argparse
-import json
 import multiprocessing
-import sys
+import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
+import reporting
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from dit_pipelining.api import split_model
 from dit_pipelining.comm.launch import Launch
+from dit_pipelining.comm.links import make_links
 from dit_pipelining.comm.mesh import Mesh
 from dit_pipelining.config import ParallelConfig
+from dit_pipelining.planning.simulation import simulate
+from dit_pipelining.planning.timeline import Workload
 from dit_pipelining.runtime.attach import attach
 from dit_pipelining.runtime.executor import TransformerExecutor
 from dit_pipelining.runtime.pending import resolved
 from dit_pipelining.runtime.rolling import Rolling
 
 TOKENS = (1, 1024, 64)
+REPEATS = 11
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: M requests of T steps over a number of pipelines."""
+
+    schedule: str
+    stages: int
+    replicas: int
+    requests: int
+    steps: int
+    calls: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of what a run consists of, each measured alone: a stage, a transfer, a broadcast; and tensors a boundary."""
+
+    stages: tuple[float, ...]
+    transfer: float
+    result: float
+    tensors: int
 
 
 class SleepingBlock(nn.Module):
@@ -74,8 +106,69 @@ def denoise(model: nn.Module, seed: int, steps: int, calls: int, wait: bool) -> 
     return resolved(latents)
 
 
-def run(schedule: str, stages: int, replicas: int, requests: int, steps: int, calls: int, seconds: float) -> float:
+def median_seconds(function: Callable[[], Any]) -> float:
+    function()
+    times = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def measure_parts(stages: int, replicas: int, seconds: float) -> Parts:
+    """Time a stage, a transfer and a broadcast, each alone; the same on every rank."""
+    mesh = Mesh(dist.get_rank(), stages, replicas)
+    model = SleepingTransformer(stages, seconds).eval()
+    inputs = dict(hidden_states=torch.zeros(TOKENS), timestep=torch.tensor(0.0))
+    split = split_model(model, stages, inputs, partitioner="uniform")
+    graph, call = split.resolve(inputs)
+    stage = split.stages[mesh.stage]
+    received = [torch.zeros(value.wire_shape, dtype=value.dtype) for value in stage.received(graph)]
+    own = median_seconds(lambda: stage.run(graph, received, call.leaves))
+    all_stages: list[float] = [0.0] * mesh.world_size
+    dist.all_gather_object(all_stages, own)
+    links = make_links(mesh, timedelta(seconds=120), torch.device("cpu"))
+    boundary = [torch.zeros(value.wire_shape, dtype=value.dtype) for value in split.boundaries[0]]
+    result = [torch.zeros(node.meta["shape"], dtype=node.meta["dtype"]) for node in graph.output_nodes]
+
+    def there_and_back() -> None:
+        if mesh.rank < 2:
+            for sender in (0, 1):
+                for tensor in boundary:
+                    group = links[0].hops[0]
+                    (dist.send if mesh.rank == sender else dist.recv)(tensor, 1 - mesh.rank, group)
+
+    def around() -> None:
+        for root in range(mesh.world_size):  # each has to have received before it sends
+            for tensor in result:
+                dist.broadcast(tensor, root, group=links[0].results)
+
+    times = torch.tensor([median_seconds(there_and_back) / 2, median_seconds(around) / mesh.world_size])
+    dist.broadcast(times, 0)
+    return Parts(tuple(all_stages[:stages]), float(times[0]), float(times[1]), len(boundary))
+
+
+def predict(job: Job, parts: Parts) -> float:
+    """Seconds that the simulation gives for a run."""
+    workload = Workload(
+        stage_seconds=parts.stages,
+        transfer_seconds=(parts.transfer,) * (job.stages - 1),
+        result_seconds=parts.result,
+        boundary_tensors=(parts.tensors,) * (job.stages - 1),
+        requests=job.requests,
+        steps=job.steps,
+        calls_per_step=job.calls,
+        replicas=job.replicas,
+        schedule=job.schedule,
+    )
+    return simulate(workload).makespan
+
+
+def run(job: Job) -> float:
     """Seconds of one run on this rank; the result is checked against plain arithmetic."""
+    schedule, stages, replicas, requests = job.schedule, job.stages, job.replicas, job.requests
+    steps, calls, seconds = job.steps, job.calls, job.seconds
     config = ParallelConfig(
         pipeline_parallel_size=stages,
         cfg_parallel_size=replicas,
@@ -108,7 +201,7 @@ def run(schedule: str, stages: int, replicas: int, requests: int, steps: int, ca
                 in_flight=1 if wait else None,
             )
 
-    work(1)
+    work(2)  # the second step is the first one whose latents are pending
     dist.barrier()
     started = time.perf_counter()
     results = work(steps)
@@ -123,17 +216,21 @@ def run(schedule: str, stages: int, replicas: int, requests: int, steps: int, ca
     return elapsed
 
 
-def rank_main(rank: int, world: int, store: str, jobs: list[tuple[Any, ...]], answers: Any) -> None:
+def rank_main(rank: int, world: int, store: str, jobs: list[Job], answers: Any) -> None:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    for job in jobs:
-        answers.put((rank, run(*job)))
+    parts = measure_parts(jobs[0].stages, jobs[0].replicas, jobs[0].seconds)
+    times = [run(job) for job in jobs]
+    if rank == 0:
+        answers.put((parts, times))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(world: int, jobs: list[tuple[Any, ...]]) -> list[float]:
+def measure(jobs: list[Job]) -> list[dict[str, Any]]:
+    """Run jobs of one number of stages and replicas on ranks of their own; one row each."""
+    world = jobs[0].stages * jobs[0].replicas
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -141,10 +238,24 @@ def measure(world: int, jobs: list[tuple[Any, ...]]) -> list[float]:
         processes = [context.Process(target=rank_main, args=own) for own in arguments]
         for process in processes:
             process.start()
-        times = [answers.get(timeout=600) for _ in range(world * len(jobs))]
+        parts, times = answers.get(timeout=1800)
         for process in processes:
             process.join(60)
-    return [seconds for rank, seconds in times if rank == 0]
+    return [row(job, elapsed, parts) for job, elapsed in zip(jobs, times, strict=True)]
+
+
+def row(job: Job, elapsed: float, parts: Parts) -> dict[str, Any]:
+    share = job.requests * job.steps * job.calls * job.seconds / job.replicas / elapsed
+    predicted = predict(job, parts)
+    names = dict(schedule=job.schedule, stages=job.stages, replicas=job.replicas, requests=job.requests)
+    figures = dict(seconds=round(elapsed, 3), share_of_ideal=round(share, 3))
+    return {
+        **names,
+        "calls_per_step": job.calls,
+        **figures,
+        "predicted": round(predicted, 3),
+        "measured_over_predicted": round(elapsed / predicted, 3),
+    }
 
 
 def main() -> None:
@@ -152,43 +263,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--milliseconds", type=float, default=50)
     parser.add_argument("--stages", type=int, nargs="*", default=[2, 4])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json")
     args = parser.parse_args()
     seconds = args.milliseconds / 1000
     rows: list[dict[str, Any]] = []
     for stages in args.stages:
-        jobs = [
-            (schedule, stages, 1, requests, args.steps, calls, seconds)
-            for calls in (1, 2)
-            for requests in dict.fromkeys((1, 2, stages, 2 * stages))
-            for schedule in ("sequential", "gpipe", "rolling")
-        ]
-        for job, elapsed in zip(jobs, measure(stages, jobs), strict=True):
-            rows.append(row(job, elapsed))
-    two_replicas = [("rolling", 2, 2, 8, args.steps, calls, seconds) for calls in (1, 2)]
-    for job, elapsed in zip(two_replicas, measure(4, two_replicas), strict=True):
-        rows.append(row(job, elapsed))
-    report(rows, args.json)
-
-
-def row(job: tuple[Any, ...], elapsed: float) -> dict[str, Any]:
-    schedule, stages, replicas, requests, steps, calls, seconds = job
-    share = requests * steps * calls * seconds / replicas / elapsed
-    names = dict(schedule=schedule, stages=stages, replicas=replicas, requests=requests, calls_per_step=calls)
-    return {**names, "seconds": round(elapsed, 3), "share_of_ideal": round(share, 3)}
-
-
-def report(rows: list[dict[str, Any]], path: Path | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*rows[0])
-    for entry in rows:
-        table.add_row(*(str(value) for value in entry.values()))
-    Console().print(table)
-    if path:
-        about = dict(torch=torch.__version__, command="python " + " ".join(sys.argv))
-        path.write_text(json.dumps({**about, "rows": rows}, indent=1))
+        rows += measure(
+            [
+                Job(schedule, stages, 1, requests, args.steps, calls, seconds)
+                for calls in (1, 2)
+                for requests in dict.fromkeys((1, 2, stages, 2 * stages))
+                for schedule in ("sequential", "gpipe", "rolling")
+            ]
+        )
+    rows += measure([Job("rolling", 2, 2, 8, args.steps, calls, seconds) for calls in (1, 2)])
+    reporting.show("Schedules", [{name: str(value) for name, value in entry.items()} for entry in rows])
+    off = [abs(entry["measured_over_predicted"] - 1) for entry in rows]
+    print(f"furthest from the prediction: {max(off):.1%}; median {statistics.median(off):.1%}")
+    reporting.write(args.json, {"rows": rows})
 
 
 if __name__ == "__main__":
