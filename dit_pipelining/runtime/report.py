@@ -2,22 +2,22 @@
 
 from typing import Any
 
+from dit_pipelining.lowering.names import data_size
+from dit_pipelining.lowering.report import CrossingReport, report_split
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.runtime.attach import split_of
 
 
 def describe_split(name: str, split: SplitModel) -> str:
-    """One transformer's partition, weights per stage and bytes at each boundary, as text."""
-    shares = [
-        f"{count} blocks, {stage.parameter_bytes / 1e6:,.1f} MB"
-        for count, stage in zip(split.partition.counts, split.stages, strict=True)
-    ]
-    lines = [f"{name}: {split.partition.num_blocks} blocks over {split.num_stages} stages ({split.partition})"]
-    for index, share in enumerate(shares):
-        line = f"  stage {index}: {share}"
-        if index < len(split.boundaries):
-            values = ", ".join(f"{v.name} {list(v.shape)}" for v in split.boundaries[index])
-            line += f"; sends {sum(v.bytes for v in split.boundaries[index]) / 1e6:,.2f} MB: {values}"
+    """One transformer's partition, weights per stage and what crosses each boundary, as text."""
+    report = report_split(split, [name])
+    lines = [f"{name}: {len(report.blocks)} blocks over {split.num_stages} stages ({split.partition})"]
+    for stage in report.stages:
+        line = f"  stage {stage.stage}: {', '.join(stage.blocks) or 'no blocks'}, {data_size(stage.parameter_bytes)}"
+        if stage.stage < len(report.boundaries):
+            crossings = sorted(report.boundaries[stage.stage], key=lambda crossing: -crossing.bytes)
+            total = data_size(sum(crossing.bytes for crossing in crossings))
+            line += f"; sends {total}: {', '.join(map(_described, crossings))}"
         lines.append(line)
     return "\n".join(lines)
 
@@ -28,3 +28,7 @@ def print_split(pipeline: Any) -> None:
         split = split_of(component)
         if split is not None:
             print(describe_split(name, split))
+
+
+def _described(crossing: CrossingReport) -> str:
+    return f"{crossing.origin} {'x'.join(map(str, crossing.shape))}"

@@ -1,14 +1,35 @@
-"""What there is to say about a split, as plain numbers."""
+"""What there is to say about a split, as plain numbers: what `dit-pipelining show` draws and a run prints."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx, nn
 
+from dit_pipelining.costs.model_costs import model_costs
 from dit_pipelining.lowering.boundary import BoundaryValue
+from dit_pipelining.lowering.names import block_ranges, origin
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.lowering.stage import StageModule
-from dit_pipelining.show.names import block_ranges, origin
+from partitioners import ModelCosts
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """One block of the main chain.
+
+    Attributes:
+        name: in the model.
+        kind: name of its class.
+        stage: that runs it.
+        parameter_bytes, flops, seconds: of one call, with the glue that counts with it.
+    """
+
+    name: str
+    kind: str
+    stage: int
+    parameter_bytes: int
+    flops: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -65,6 +86,7 @@ class TransformerReport:
         flops: of the forward that was captured.
         partition: blocks per stage.
         stages: one entry per stage.
+        blocks: one entry per block, in execution order.
         boundaries: what crosses from stage i to stage i + 1.
     """
 
@@ -76,6 +98,7 @@ class TransformerReport:
     flops: int
     partition: tuple[int, ...]
     stages: tuple[StageReport, ...]
+    blocks: tuple[BlockReport, ...]
     boundaries: tuple[tuple[CrossingReport, ...], ...]
 
     @property
@@ -103,12 +126,13 @@ class TransformerReport:
         return stage.flops / max(sum(other.flops for other in self.stages), 1)
 
 
-def report_split(split: SplitModel, names: Sequence[str]) -> TransformerReport:
+def report_split(split: SplitModel, names: Sequence[str], costs: ModelCosts | None = None) -> TransformerReport:
     """What a split model looks like.
 
     Args:
         split: from `split_model`, with weights or without.
         names: of the pipeline's components that it stands for.
+        costs: of its blocks. Default: with seconds at a nominal rate.
     """
     stages = tuple(_stage(split, stage) for stage in split.stages)
     held = {name: p.numel() for stage in split.stages for name, p in stage.named_parameters()}
@@ -123,8 +147,19 @@ def report_split(split: SplitModel, names: Sequence[str]) -> TransformerReport:
         flops=_flops(split.graph.nodes),
         partition=split.partition.counts,
         stages=stages,
+        blocks=_blocks(split, costs or model_costs(split.graph, split.model)),
         boundaries=tuple(tuple(_crossing(value, nodes) for value in values) for values in split.boundaries),
     )
+
+
+def _blocks(split: SplitModel, costs: ModelCosts) -> tuple[BlockReport, ...]:
+    def block(index: int, name: str) -> BlockReport:
+        cost = costs.blocks[index]
+        kind = type(split.model.get_submodule(name)).__name__
+        stage = split.partition.stage_of(index)
+        return BlockReport(name, kind, stage, cost.parameter_bytes, cost.flops, cost.seconds)
+
+    return tuple(block(index, node.meta["block"]) for index, node in enumerate(split.graph.blocks))
 
 
 def _stage(split: SplitModel, stage: StageModule) -> StageReport:

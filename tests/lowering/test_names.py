@@ -2,7 +2,7 @@
 
 import pytest
 
-from dit_pipelining.show.names import block_ranges, count, data_size
+from dit_pipelining.lowering.names import block_ranges, count, data_size
 from dit_pipelining.show.stage_table import BAR_WIDTH, bar
 
 

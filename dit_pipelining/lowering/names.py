@@ -52,13 +52,24 @@ def data_size(size: float) -> str:
     return _scaled(size, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
+def duration(seconds: float) -> str:
+    """A time with three digits and a unit: `41.3 ms`."""
+    for unit, length in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 0.9995 * length:
+            return f"{_three_digits(seconds / length)} {unit}"
+    return f"{_three_digits(seconds * 1e6)} µs"
+
+
 def _scaled(number: float, step: int, units: tuple[str, ...]) -> str:
     unit = 0
     while number >= 999.5 and unit < len(units) - 1:
         number /= step
         unit += 1
-    digits = 0 if unit == 0 or number >= 99.95 else 1 if number >= 9.995 else 2
-    return f"{number:.{digits}f} {units[unit]}".rstrip()
+    return f"{_three_digits(number) if unit else f'{number:.0f}'} {units[unit]}".rstrip()
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.{0 if number >= 99.95 else 1 if number >= 9.995 else 2}f}"
 
 
 def _nearest_modules(node: fx.Node) -> list[str]:

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from dit_pipelining.api import split_model
-from dit_pipelining.show.report import report_split
+from dit_pipelining.lowering.report import report_split
 from tests.zoo import CASES
 from tests.zoo.case import build_inputs, build_model
 
