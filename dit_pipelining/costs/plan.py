@@ -1,5 +1,6 @@
 """Cut a captured model for a machine: costs, ranks, partition, and the ranks of the components beside it."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -49,6 +50,7 @@ def plan_cut(
     partitioner: str | Partitioner,
     counts: Sequence[int] | str | None = None,
     components: Sequence[Component] = (),
+    environment: Mapping[str, str] = os.environ,
 ) -> CutPlan:
     """Choose where to cut.
 
@@ -62,6 +64,7 @@ def plan_cut(
         partitioner: see `resolve_partition`.
         counts: blocks per stage, where they were given.
         components: text encoders and VAE.
+        environment: where to look for VLLM_PP_LAYER_PARTITION.
 
     Raises:
         PartitionError: the model cannot be cut like this, or does not fit.
@@ -69,12 +72,12 @@ def plan_cut(
     """
     costs = replace(model_costs(graph, model, machine.timing), components=tuple(components))
     ranks = [_rank_spec(rank, machine, graph, model) for rank in machine.ranks]
-    if partitioner == "vae-aware" and counts is None and counts_from_environment() is None:
+    if partitioner == "vae-aware" and counts is None and counts_from_environment(environment) is None:
         placement = place(costs, ranks)
         return CutPlan(placement.partition, costs, placement.ranks, placement.owners)
     owners = default_owners(components, len(ranks))
     held = with_components(ranks, [replace(component, seconds=0.0) for component in components], owners)
-    partition = resolve_partition(partitioner, costs, held, counts=counts)
+    partition = resolve_partition(partitioner, costs, held, counts=counts, environment=environment)
     return CutPlan(partition, costs, tuple(with_components(ranks, components, owners)), owners)
 
 

@@ -33,6 +33,20 @@ def build_inputs(described: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _build(name, description) for name, description in described.items()}
 
 
+def with_dtype(described: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The same inputs for a model in another dtype: presets and recipes describe those of a model in bfloat16."""
+
+    def changed(description: Any) -> Any:
+        if isinstance(description, dict):
+            return {
+                key: dtype if key == "dtype" and value == "bfloat16" else changed(value)
+                for key, value in description.items()
+            }
+        return [changed(item) for item in description] if isinstance(description, list) else description
+
+    return {name: changed(description) for name, description in described.items()}
+
+
 def read_inputs(file: Path) -> dict[str, Any]:
     """Descriptions from a JSON file: an object with one entry per keyword argument.
 

@@ -30,7 +30,9 @@ class Preset:
         keep_in_fp32: parts of parameter names that stay in float32 when the rest is loaded in 16 bits.
         pipeline: the pipeline's class in diffusers.
         hf_repo: id of the model repository.
-        vae: `class`, `parameters`, `latent_channels`, and pixels (`spatial`) and frames (`temporal`) per latent.
+        vae: `class`, `config` (arguments that differ from the class's defaults), `parameters`, `latent_channels`, pixels
+            (`spatial`) and frames (`temporal`) per latent, and what an `encode` and a `decode` at the default size do in 16
+            bits, counted on the class: `flops`, `bytes` read and written, and `peak_bytes` of activations.
         text_encoders: `class`, `model` and `parameters` of each.
         text: tokens (`seq_len`) and width (`dim`) of the embedded prompt, and how it is `use`d.
         defaults: `height` and `width` in pixels, `frames`, `steps`, `guidance`, `scheduler`, ... of the pipeline.

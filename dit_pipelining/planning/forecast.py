@@ -1,0 +1,79 @@
+"""What a split model will do on a machine, before it runs there: seconds of its stages, and a timeline of a whole run."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dit_pipelining.capture.graph import value_bytes
+from dit_pipelining.costs.devices import DeviceProfile, Link
+from dit_pipelining.costs.plan import CutPlan
+from dit_pipelining.lowering.split import SplitModel
+from dit_pipelining.planning.components import Components
+from dit_pipelining.planning.simulation import simulate
+from dit_pipelining.planning.timeline import Timeline, Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What is asked of the machine.
+
+    Attributes:
+        requests, steps, calls_per_step, replicas, schedule, in_flight: as in `Workload`.
+    """
+
+    requests: int = 1
+    steps: int = 1
+    calls_per_step: int = 1
+    replicas: int = 1
+    schedule: str = "rolling"
+    in_flight: int | None = None
+
+
+def forecast(
+    split: SplitModel, devices: Sequence[DeviceProfile], topology: str, load: Load, beside: Components
+) -> Timeline:
+    """Predict a run.
+
+    Args:
+        split: with the plan of its cut, captured with the inputs of one call (one branch of guidance of one request).
+        devices: of the ranks of its stages.
+        topology: of the links between them.
+        load: what is to be run.
+        beside: the components, on the ranks that the cut gives them.
+    """
+    cut = split.cut
+    assert cut is not None
+    links = [device.link(topology) for device in devices]
+    results = [value_bytes(node) for node in split.graph.output_nodes]
+    ranks = split.num_stages * load.replicas
+    hops = math.ceil(math.log2(ranks)) if ranks > 1 else 0  # a broadcast goes along a tree
+    return simulate(
+        Workload(
+            stage_seconds=stage_seconds(cut),
+            transfer_seconds=tuple(
+                transfer_seconds(link, [value.bytes for value in crossing])
+                for link, crossing in zip(links, split.boundaries, strict=False)
+            ),
+            boundary_tensors=tuple(len(crossing) for crossing in split.boundaries),
+            result_seconds=hops * transfer_seconds(links[-1], results),
+            encode_seconds=beside.encode_seconds,
+            encode_rank=cut.owners.get("text_encoder", 0),
+            decode_seconds=beside.decode_seconds,
+            decode_rank=cut.owners.get("vae", split.num_stages - 1),
+            **vars(load),
+        )
+    )
+
+
+def stage_seconds(cut: CutPlan) -> tuple[float, ...]:
+    """Seconds that each stage computes for one call, without transfers and other components."""
+    stages = cut.partition.num_stages
+    return tuple(
+        math.fsum(cost.seconds for cost in (*cut.costs.blocks[start:end], *cut.costs.glue(stage, stages))) / rank.speed
+        for stage, ((start, end), rank) in enumerate(zip(cut.partition.ranges, cut.ranks, strict=True))
+    )
+
+
+def transfer_seconds(link: Link, sizes: Sequence[int]) -> float:
+    """Seconds for some tensors, one after the other."""
+    return link.latency_seconds * len(sizes) + sum(sizes) / link.usable_bytes_per_second

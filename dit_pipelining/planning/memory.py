@@ -1,0 +1,104 @@
+"""Bytes that each rank needs, by what they are for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import nn
+
+from dit_pipelining.capture.graph import value_bytes
+from dit_pipelining.lowering.split import SplitModel
+from dit_pipelining.planning.components import Components
+from dit_pipelining.planning.timeline import Workload
+from dit_pipelining.runtime.worker import SENDS_IN_FLIGHT
+
+RECEIVES_AT_A_TIME = 2
+"""Of the rolling schedule: those of the call that runs, and those of the next one."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes that one rank needs.
+
+    Attributes:
+        weights: of its stages, without copies.
+        replicated: weights that a stage before it holds too.
+        activations: of the fullest moment of its stages, or of decoding where that is fuller.
+        buffers: what is received ahead, and what was sent and is kept until it has arrived.
+        encoders: weights of text and image encoders.
+        vae: weights of the VAE.
+    """
+
+    weights: int = 0
+    replicated: int = 0
+    activations: int = 0
+    buffers: int = 0
+    encoders: int = 0
+    vae: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, kind) for kind in MEMORY_KINDS)
+
+
+MEMORY_KINDS = tuple(field.name for field in fields(RankMemory))
+
+
+def rank_memory(
+    splits: Sequence[tuple[SplitModel, int]], workload: Workload, beside: Components
+) -> tuple[RankMemory, ...]:
+    """Memory of each rank of a replica.
+
+    Args:
+        splits: the transformers that differ, each with the number of those that are like it. They run one after the other,
+            so that they share activations and buffers.
+        workload: says how many calls are on their way.
+        beside: the components, on the ranks that the first cut gives them.
+    """
+    return tuple(_rank(rank, splits, workload, beside) for rank in range(workload.num_stages))
+
+
+def _rank(rank: int, splits: Sequence[tuple[SplitModel, int]], workload: Workload, beside: Components) -> RankMemory:
+    encodes, decodes = rank == workload.encode_rank, rank == workload.decode_rank
+    held, copied, activations, buffers = 0, 0, beside.decode_bytes if decodes else 0, 0
+    for split, number in splits:
+        own, copies = _weights(split, rank)
+        held += own * number
+        copied += copies * number
+        activations = max(activations, _activations(split, rank))
+        buffers = max(buffers, _buffers(split, rank, workload))
+    encoders, vae = beside.encoder_bytes if encodes else 0, beside.vae_bytes if decodes else 0
+    return RankMemory(held, copied, activations, buffers, encoders, vae)
+
+
+def _weights(split: SplitModel, rank: int) -> tuple[int, int]:
+    """Bytes of parameters and buffers of a stage: of those that no stage before it holds, and of the others."""
+    before = {id(tensor) for stage in split.stages[:rank] for tensor in _tensors(stage)}
+    sizes = {id(tensor): tensor.numel() * tensor.element_size() for tensor in _tensors(split.stages[rank])}
+    copies = sum(size for key, size in sizes.items() if key in before)
+    return sum(sizes.values()) - copies, copies
+
+
+def _tensors(stage: nn.Module) -> list[torch.Tensor]:
+    return [*stage.parameters(), *stage.buffers()]
+
+
+def _activations(split: SplitModel, rank: int) -> int:
+    assert split.cut is not None
+    costs = split.cut.costs
+    start, end = split.partition.ranges[rank]
+    work = costs.blocks[start:end] + costs.glue(rank, split.num_stages)
+    return max((cost.activation_bytes for cost in work), default=0)
+
+
+def _buffers(split: SplitModel, rank: int, workload: Workload) -> int:
+    received = sum(value.bytes for value in split.boundaries[rank - 1]) if rank else 0
+    if rank < split.num_stages - 1:
+        sent = [value.bytes for value in split.boundaries[rank]]
+    else:
+        sent = [value_bytes(node) for node in split.graph.output_nodes]
+    if workload.schedule == "gpipe":  # torch's PipelineStage has buffers for every microbatch
+        return workload.requests * (received + sum(sent))
+    calls = workload.requests * workload.steps * workload.calls_per_step
+    kept = (sent * min(calls, SENDS_IN_FLIGHT))[-SENDS_IN_FLIGHT:]
+    return received * min(calls, RECEIVES_AT_A_TIME) + sum(kept)

@@ -1,0 +1,64 @@
+"""Bytes of each rank, against the tensors that are there."""
+
+import pytest
+
+from dit_pipelining.api import split_model
+from dit_pipelining.capture.graph import value_bytes
+from dit_pipelining.planning.components import Components
+from dit_pipelining.planning.memory import rank_memory
+from dit_pipelining.planning.timeline import Workload
+from dit_pipelining.runtime.worker import SENDS_IN_FLIGHT
+from tests.zoo import CASES
+from tests.zoo.case import build_inputs, build_model
+
+BESIDE = Components(encoder_bytes=1000, vae_bytes=100, decode_bytes=10)
+
+
+@pytest.fixture(scope="module")
+def split():
+    case = CASES["WanTransformer3D"]
+    return split_model(build_model(case), 3, build_inputs(case), counts=[1, 2, 1])
+
+
+def workload(**options):
+    return Workload(
+        stage_seconds=(1.0,) * 3, transfer_seconds=(0.0,) * 2, encode_rank=0, decode_rank=2, steps=50, **options
+    )
+
+
+def test_weights_are_counted_once_and_copies_apart(split):
+    ranks = rank_memory([(split, 1)], workload(), BESIDE)
+    for rank, stage in zip(ranks, split.stages, strict=True):
+        held = [*stage.parameters(), *stage.buffers()]
+        assert rank.weights + rank.replicated == sum(tensor.nbytes for tensor in held)
+    every = {id(tensor): tensor.nbytes for stage in split.stages for tensor in (*stage.parameters(), *stage.buffers())}
+    assert sum(rank.weights for rank in ranks) == sum(every.values())
+    assert ranks[0].replicated == 0 < ranks[1].replicated
+
+
+def test_two_transformers_share_activations_and_buffers(split):
+    one = rank_memory([(split, 1)], workload(), BESIDE)
+    two = rank_memory([(split, 2)], workload(), BESIDE)
+    assert [rank.weights for rank in two] == [2 * rank.weights for rank in one]
+    assert [(rank.activations, rank.buffers) for rank in two] == [(rank.activations, rank.buffers) for rank in one]
+
+
+def test_components_are_on_their_owners(split):
+    ranks = rank_memory([(split, 1)], workload(), BESIDE)
+    assert [(rank.encoders, rank.vae) for rank in ranks] == [(1000, 0), (0, 0), (0, 100)]
+    large = rank_memory([(split, 1)], workload(), Components(decode_bytes=10**9))
+    assert large[2].activations == 10**9 > large[0].activations
+
+
+def test_buffers_are_two_calls_ahead_and_the_last_sends(split):
+    crossing = [sum(value.bytes for value in values) for values in split.boundaries]
+    tensors = len(split.boundaries[0])
+    assert tensors == 3
+    first, middle, last = rank_memory([(split, 1)], workload(requests=8), BESIDE)
+    kept = [value.bytes for _ in range(3) for value in split.boundaries[0]][-SENDS_IN_FLIGHT:]
+    assert first.buffers == sum(kept)
+    assert middle.buffers > 2 * crossing[0]
+    (result,) = map(value_bytes, split.graph.output_nodes)
+    assert last.buffers == 2 * crossing[1] + SENDS_IN_FLIGHT * result
+    gpipe = rank_memory([(split, 1)], workload(requests=5, schedule="gpipe"), BESIDE)
+    assert gpipe[1].buffers == 5 * (crossing[0] + crossing[1])
