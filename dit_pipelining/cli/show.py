@@ -1,51 +1,84 @@
-"""`dit-pipelining show`: where the blocks of a model go, and what crosses between the stages."""
+"""`dit-pipelining show`: where the blocks of a model go, what crosses between the stages, and what to expect of a run."""
 
 import argparse
-import inspect
 import json
-import logging
-import os
 import sys
-import traceback
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # torch and diffusers are imported where they are needed, so that --help and --list answer at once.
-from dit_pipelining.errors import USER_ERRORS, ConfigError, InputError
+from dit_pipelining.cli.arguments import add_model, add_size, asked_size, positive, written
+from dit_pipelining.config import SCHEDULES, TOPOLOGIES
+from dit_pipelining.errors import ConfigError
+from dit_pipelining.planning.guidance import GUIDANCE_MODES
 from partitioners import ENVIRONMENT_VARIABLE, PARTITIONERS
 
 if TYPE_CHECKING:
-    from dit_pipelining.planning.models import TransformerSpec
-    from dit_pipelining.show.report import TransformerReport
+    from dit_pipelining.show.picture import Picture
 
-HELP = "Show how a model is cut into pipeline stages, without its weights."
+HELP = "Show how a model is cut into pipeline stages and how it would run, without its weights and without a GPU."
 
 PIPED_WIDTH = 120
 """Characters per line where the output is no terminal."""
 
+STANDARD_OUTPUT = Path("-")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="preset, folder of a pipeline or a transformer, or config.json"
-    )
-    parser.add_argument("--stages", type=_positive, metavar="N", help="number of pipeline stages")
+    add_model(parser)
     parser.add_argument("--list", action="store_true", help="list the presets")
-    parser.add_argument("--partitioner", choices=sorted(PARTITIONERS), default="balanced", help="default: balanced")
     parser.add_argument(
+        "--stages",
+        "--pipeline-parallel-size",
+        type=positive,
+        metavar="N",
+        help="number of pipeline stages",
+    )
+    cut = parser.add_argument_group("where to cut")
+    cut.add_argument("--partitioner", choices=sorted(PARTITIONERS), default="balanced", help="default: balanced")
+    cut.add_argument(
         "--partition", metavar="COUNTS", help=f"blocks per stage, such as 8,12,12,8; beats {ENVIRONMENT_VARIABLE}"
     )
-    parser.add_argument("--height", type=_positive, help="pixels; default: the model's own")
-    parser.add_argument("--width", type=_positive, help="pixels; default: the model's own")
-    parser.add_argument("--num-frames", type=_positive, help="frames of the video; default: the model's own")
-    parser.add_argument("--batch-size", type=_positive, help="samples in one transformer call; default: 1")
-    parser.add_argument(
-        "--inputs", type=Path, metavar="FILE", help="JSON file that describes the inputs of one transformer call"
+    cut.add_argument(
+        "--compare", metavar="NAMES", type=_partitioners, default=(), help="partitioners, such as uniform,balanced"
     )
-    parser.add_argument("--json", action="store_true", help="print an object for machines")
+    add_size(parser)
+    machine = parser.add_argument_group("on what")
+    machine.add_argument(
+        "--device", help="such as h200, a100, rtx4090; also limits memory. Default: h200 without limits"
+    )
+    machine.add_argument(
+        "--ranks", metavar="LIST", help="a device for each stage instead, such as rtx4090,rtx3090:16GB"
+    )
+    machine.add_argument("--link", choices=TOPOLOGIES, default="auto", help="between the ranks; default: the device's")
+    machine.add_argument(
+        "--profile", type=Path, metavar="FILE", help="seconds measured by dit-pipelining profile, not from data sheets"
+    )
+    load = parser.add_argument_group("what to run")
+    load.add_argument("--requests", type=positive, default=1, metavar="M", help="requests side by side; default: 1")
+    load.add_argument(
+        "--steps", "--num-inference-steps", type=positive, metavar="T", help="denoising steps; default: the model's own"
+    )
+    load.add_argument(
+        "--cfg",
+        choices=sorted(GUIDANCE_MODES),
+        help="guidance: none, a call for each branch, or both in a batch; default: as the model's pipeline does it",
+    )
+    load.add_argument("--cfg-parallel-size", type=positive, default=1, metavar="R", help="replicas; default: 1")
+    load.add_argument("--schedule", choices=(*SCHEDULES, "sequential"), default="rolling", help="default: rolling")
+    output = parser.add_argument_group("output beside the tables")
+    output.add_argument(
+        "--json",
+        nargs="?",
+        type=Path,
+        const=STANDARD_OUTPUT,
+        metavar="FILE",
+        help="for machines; alone: printed instead",
+    )
+    output.add_argument("--svg", type=Path, metavar="FILE", help="a drawing")
+    output.add_argument("--html", type=Path, metavar="FILE", help="a page with drawings and numbers")
+    output.add_argument("--trace", type=Path, metavar="FILE", help="the timeline, for ui.perfetto.dev")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,91 +95,73 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("MODEL is missing; give a preset, a folder or a config.json, or --list to see the presets.")
     if args.stages is None:
         raise ConfigError("--stages is missing; say how many pipeline stages to cut the model into.")
-    return _show(args, console)
-
-
-def _show(args: argparse.Namespace, console: Any) -> int:
-    from dit_pipelining.planning.inputs import read_inputs
-    from dit_pipelining.planning.models import SizeRequest, find_model, model_inputs
-    from dit_pipelining.show.machine import as_data
-    from dit_pipelining.show.stage_table import Heading, print_split
-
-    model = find_model(args.model)
-    asked = SizeRequest(args.height, args.width, args.num_frames, args.batch_size)
-    size = None
-    if args.inputs is not None and not asked.is_empty:
-        raise ConfigError("--inputs describes the inputs, and so their size; leave out either it or the sizes.")
-    reports: list[TransformerReport] = []
-    for spec in model.transformers:
-        if args.inputs is not None:
-            described = read_inputs(args.inputs)
-        else:
-            described, size = model_inputs(model, spec, asked)
-        reports.append(_split(spec, described, args))
-    if args.json:
-        print(json.dumps(as_data(model.name, model.source, _decided_by(args), size, reports), indent=2))
-    else:
-        print_split(Heading(model.name, str(size or ""), _decided_by(args)), reports, console)
+    for path in (args.json, args.svg, args.html, args.trace):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"there is no folder {path.absolute().parent} to write {path.name} to.")
+    _show(args, console)
     return 0
 
 
-def _split(spec: "TransformerSpec", described: dict[str, Any], args: argparse.Namespace) -> "TransformerReport":
-    import torch
+def _show(args: argparse.Namespace, console: Any) -> None:
+    from dit_pipelining.cli.study import Question, study
 
-    from dit_pipelining.api import split_model
-    from dit_pipelining.planning.inputs import build_inputs
-    from dit_pipelining.planning.weightless import build_weightless, transformer_class
-    from dit_pipelining.show.report import report_split
+    picture = study(
+        Question(
+            model=args.model,
+            stages=args.stages,
+            partitioner=args.partitioner,
+            partition=args.partition,
+            size=asked_size(args),
+            inputs=args.inputs,
+            dtype=args.dtype,
+            device=args.device,
+            ranks=args.ranks,
+            topology=args.link,
+            profile=args.profile,
+            requests=args.requests,
+            steps=args.steps,
+            guidance=args.cfg,
+            replicas=args.cfg_parallel_size,
+            schedule=args.schedule,
+            compare=args.compare,
+        )
+    )
+    _write_files(args, picture)
+    if args.json == STANDARD_OUTPUT:
+        from dit_pipelining.show.machine import as_data
 
-    cls = transformer_class(spec.model_class)
-    inputs = build_inputs(described)
-    try:
-        with torch.no_grad(), _quiet():
-            model = build_weightless(cls, spec.config)
-            split = split_model(model, args.stages, inputs, partitioner=args.partitioner, counts=args.partition)
-    except USER_ERRORS:
-        raise
-    except Exception as error:
-        if not _raised_in(cls, error):
-            raise
-        raise InputError(
-            f"the forward of {spec.model_class} fails on these inputs: {type(error).__name__}: {error}. Try another "
-            "--height, --width or --num-frames, or describe the inputs in a file for --inputs."
-        ) from error
-    return report_split(split, spec.names)
+        print(json.dumps(as_data(picture), indent=2))
+        return
+    from dit_pipelining.show.forecast_table import print_forecast
+    from dit_pipelining.show.stage_table import print_split
 
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Libraries warn of what concerns running the model, and it does not run; errors they log are raised as well."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.disable(disabled)
-
-
-def _raised_in(cls: type, error: Exception) -> bool:
-    """Whether the error came out of the model's own forward, which means that the inputs do not fit it."""
-    code = inspect.getsourcefile(cls)
-    return any(frame.filename == code for frame in traceback.extract_tb(error.__traceback__))
+    print_split(picture, console)
+    console.print()
+    print_forecast(picture, console)
 
 
-def _decided_by(args: argparse.Namespace) -> str:
-    if args.partition is not None:
-        return f"--partition {args.partition}"
-    if (counts := os.environ.get(ENVIRONMENT_VARIABLE)) is not None:
-        return f"{ENVIRONMENT_VARIABLE}={counts}"
-    return args.partitioner
+def _write_files(args: argparse.Namespace, picture: "Picture") -> None:
+    if args.json not in (None, STANDARD_OUTPUT):
+        from dit_pipelining.show.machine import as_data
+
+        written(args.json, json.dumps(as_data(picture), indent=2) + "\n")
+    if args.svg is not None:
+        from dit_pipelining.show.svg import svg_file
+
+        written(args.svg, svg_file(picture))
+    if args.html is not None:
+        from dit_pipelining.show.html import html_page
+
+        written(args.html, html_page(picture))
+    if args.trace is not None:
+        from dit_pipelining.show.trace import trace_events
+
+        written(args.trace, json.dumps(trace_events(picture)))
 
 
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return number
+def _partitioners(names: str) -> tuple[str, ...]:
+    asked = tuple(name.strip() for name in names.split(","))
+    unknown = [name for name in asked if name not in PARTITIONERS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(map(repr, unknown))}: expected some of {', '.join(PARTITIONERS)}")
+    return asked

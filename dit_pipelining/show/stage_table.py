@@ -1,40 +1,27 @@
 """The table of stages and boundaries that `dit-pipelining show` prints."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dit_pipelining.show.names import count, data_size
-from dit_pipelining.show.report import StageReport, TransformerReport
+from dit_pipelining.lowering.names import count, data_size
+from dit_pipelining.lowering.report import StageReport, TransformerReport
+from dit_pipelining.show.picture import Picture
 
 BAR_WIDTH = 16
 BAR_EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-@dataclass(frozen=True)
-class Heading:
-    """What was asked for.
-
-    Attributes:
-        model: its name.
-        size: of what is generated, in words; empty where the inputs were given.
-        decided_by: what chose the partition.
-    """
-
-    model: str
-    size: str
-    decided_by: str
-
-
-def print_split(heading: Heading, reports: Sequence[TransformerReport], console: Console) -> None:
+def print_split(picture: Picture, console: Console) -> None:
     """Print tables of all transformers of a model."""
-    title = Text(heading.model, style="bold")
-    title.append(f"  {heading.size}  " if heading.size else "  ", style="default")
-    title.append(f"partition by {heading.decided_by}", style="dim")
+    title = Text(picture.model, style="bold")
+    title.append(f"  {picture.size}" if picture.size else "", style="default")
+    title.append(f"  {picture.dtype}", style="default")
+    title.append(f"  partition by {picture.decided_by}", style="dim")
     console.print(title)
+    reports = picture.reports
     for report in reports:
         console.print()
         console.print(Group(*_transformer(report)))

@@ -1,0 +1,62 @@
+"""Arguments that several commands share."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dit_pipelining.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dit_pipelining.planning.models import SizeRequest
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The model that a command is about."""
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="preset, folder of a pipeline or a transformer, or config.json"
+    )
+
+
+def add_size(parser: argparse.ArgumentParser) -> None:
+    """What is generated, or else the inputs of one call; and the dtype of the weights."""
+    size = parser.add_argument_group("what is generated")
+    size.add_argument("--height", type=positive, help="pixels; default: the model's own")
+    size.add_argument("--width", type=positive, help="pixels; default: the model's own")
+    size.add_argument("--num-frames", type=positive, help="frames of the video; default: the model's own")
+    size.add_argument("--batch-size", type=positive, help="samples in one transformer call; default: as guidance needs")
+    size.add_argument(
+        "--inputs", type=Path, metavar="FILE", help="JSON file that describes the inputs of one transformer call"
+    )
+    size.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help=f"of the weights; default: {DTYPES[0]}")
+
+
+def asked_size(args: argparse.Namespace) -> "SizeRequest":
+    """The size that was asked for."""
+    from dit_pipelining.planning.models import SizeRequest
+
+    return SizeRequest(args.height, args.width, args.num_frames, args.batch_size)
+
+
+def positive(text: str) -> int:
+    """A positive integer, for argparse."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return number
+
+
+def written(path: Path, content: str) -> None:
+    """Write a file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}.") from None

@@ -1,0 +1,121 @@
+"""Everything there is to show about a model on a machine, before it is drawn, printed or written."""
+
+from dataclasses import dataclass
+
+from dit_pipelining.costs.devices import DeviceProfile, Link
+from dit_pipelining.lowering.report import TransformerReport
+from dit_pipelining.planning.memory import RankMemory
+from dit_pipelining.planning.recipes import Size
+from dit_pipelining.planning.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the model is cut for.
+
+    Attributes:
+        devices: of the ranks of one replica.
+        links: from each rank to the next.
+        limits: bytes that each rank may use.
+        source: of the seconds, in words.
+    """
+
+    devices: tuple[DeviceProfile, ...]
+    links: tuple[Link, ...]
+    limits: tuple[int, ...]
+    source: str
+
+    def __str__(self) -> str:
+        devices = " + ".join(dict.fromkeys(device.title for device in self.devices))
+        links = " + ".join(dict.fromkeys(link.name for link in self.links))
+        return f"{devices}{f' with {links}' if links else ''}, seconds {self.source}"
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One way to cut the model.
+
+    Attributes:
+        name: of the partitioner.
+        counts: blocks per stage, for each transformer.
+        problem: why the model cannot be cut like this; then all else is empty.
+        slowest_seconds: of the busiest stage, for one call.
+        step_seconds, bubble, makespan: as in `Timeline`.
+        memory_bytes: of the fullest rank.
+    """
+
+    name: str
+    counts: tuple[tuple[int, ...], ...] = ()
+    problem: str = ""
+    slowest_seconds: float = 0.0
+    step_seconds: float = 0.0
+    bubble: float = 0.0
+    makespan: float = 0.0
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A model, cut for a machine.
+
+    Attributes:
+        model, source: as given; source is preset, pipeline, transformer or config.
+        decided_by: what chose the partition.
+        size: of what is generated; None where the inputs were described.
+        dtype: of the weights.
+        target: what it is cut for.
+        reports: of the transformers, those that are alike in one.
+        timelines: of the same transformers.
+        memory: of each rank of a replica.
+        components_known: whether memory and timelines hold encoders and VAE.
+        alternatives: other cuts, for comparison.
+    """
+
+    model: str
+    source: str
+    decided_by: str
+    size: Size | None
+    dtype: str
+    target: Target
+    reports: tuple[TransformerReport, ...]
+    timelines: tuple[Timeline, ...]
+    memory: tuple[RankMemory, ...]
+    components_known: bool
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.reports[0].stages)
+
+    @property
+    def timeline(self) -> Timeline:
+        """Of the first transformer, which in most pipelines is the only one or like the others."""
+        return self.timelines[0]
+
+    @property
+    def shortfalls(self) -> tuple[int, ...]:
+        """Bytes that each rank lacks; 0 where it has enough."""
+        return tuple(max(rank.total - limit, 0) for rank, limit in zip(self.memory, self.target.limits, strict=True))
+
+    @property
+    def load(self) -> str:
+        """What is run, in words."""
+        load = self.timeline.workload
+        requests = f"{load.requests} requests" if load.requests > 1 else "1 request"
+        calls = f"{load.calls_per_step} calls" if load.calls_per_step > 1 else "1 call"
+        replicas = f", {load.replicas} replicas" if load.replicas > 1 else ""
+        return f"{requests}, {load.steps} steps of {calls}{replicas}, {load.schedule} schedule"
+
+
+def alternative(picture: Picture) -> Alternative:
+    """What is compared of one way to cut."""
+    timeline = picture.timeline
+    return Alternative(
+        name=picture.decided_by,
+        counts=tuple(report.partition for report in picture.reports),
+        slowest_seconds=max(timeline.workload.stage_seconds),
+        step_seconds=timeline.step_seconds,
+        bubble=timeline.bubble,
+        makespan=timeline.makespan,
+        memory_bytes=max(rank.total for rank in picture.memory),
+    )
