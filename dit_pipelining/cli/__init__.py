@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from dit_pipelining import __version__
-from dit_pipelining.cli import doctor, show
+from dit_pipelining.cli import doctor, profile, show
 from dit_pipelining.errors import USER_ERRORS
 
-COMMANDS = {"show": show, "doctor": doctor}
+COMMANDS = {"show": show, "profile": profile, "doctor": doctor}
 
 USER_ERROR = 2
 

@@ -108,7 +108,11 @@ class MeasuredProfile:
 
     def save(self, path: Path) -> None:
         """Write the JSON file that `read_profile` reads."""
-        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(self.as_data(), indent=2) + "\n", encoding="utf-8")
+
+    def as_data(self) -> dict[str, Any]:
+        """What the file holds."""
+        return {"format": FORMAT, **asdict(self)}
 
 
 def read_profile(path: Path) -> MeasuredProfile:

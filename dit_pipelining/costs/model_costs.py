@@ -103,31 +103,42 @@ def model_costs(graph: BlockGraph, model: nn.Module, timing: Timing | None = Non
     """
     timing = timing or NominalRate()
     sizes = weight_sizes(model)
-    chain = {node: i for i, node in enumerate(graph.blocks)}
-    last = len(graph.blocks) - 1
-    level = _levels(graph, chain)
-    groups: dict[int, list[fx.Node]] = {}
-    for node in graph.graph.nodes:
-        after_all_blocks = level[node] == last and node not in chain
-        groups.setdefault(last + 1 if after_all_blocks else level[node], []).append(node)
-    crossing = _crossing_bytes(graph, level, len(graph.blocks))
-    counted = all(map(node_flops, graph.blocks))
-    kinds = block_kinds(graph, model)
+    crossing = _crossing_bytes(graph, _levels(graph), len(graph.blocks))
 
-    def cost(index: int) -> BlockCost:
-        nodes = groups.get(index, [])
-        elements, size = _weights(nodes, sizes, graph)
-        place = "prologue" if index < 0 else "block" if index <= last else "epilogue"
-        section = Section(place, nodes, kinds, counted, elements)
+    def cost(section: Section, boundary_bytes: int) -> BlockCost:
         return BlockCost(
             seconds=timing.seconds(section),
-            parameter_bytes=size,
+            parameter_bytes=_weights(section.nodes, sizes, graph)[1],
             activation_bytes=section.activation_bytes,
-            boundary_bytes=crossing.get(index, 0),
-            flops=sum(map(node_flops, nodes)),
+            boundary_bytes=boundary_bytes,
+            flops=sum(map(node_flops, section.nodes)),
         )
 
-    return ModelCosts(blocks=tuple(cost(i) for i in range(last + 1)), prologue=cost(-1), epilogue=cost(last + 1))
+    prologue, *blocks, epilogue = sections(graph, model)
+    return ModelCosts(
+        blocks=tuple(cost(section, crossing.get(i, 0)) for i, section in enumerate(blocks)),
+        prologue=cost(prologue, crossing.get(-1, 0)),
+        epilogue=cost(epilogue, 0),
+    )
+
+
+def sections(graph: BlockGraph, model: nn.Module) -> list[Section]:
+    """What lies between the cuts that a partitioner may make: the prologue, each block of the chain, the epilogue."""
+    sizes = weight_sizes(model)
+    level = _levels(graph)
+    chain = set(graph.blocks)
+    last = len(graph.blocks) - 1
+    groups: list[list[fx.Node]] = [[] for _ in range(last + 3)]
+    for node in graph.graph.nodes:
+        after_all_blocks = level[node] == last and node not in chain
+        groups[last + 2 if after_all_blocks else level[node] + 1].append(node)
+    counted = all(map(node_flops, graph.blocks))
+    kinds = block_kinds(graph, model)
+    places = ["prologue", *["block"] * (last + 1), "epilogue"]
+    return [
+        Section(place, nodes, kinds, counted, _weights(nodes, sizes, graph)[0])
+        for place, nodes in zip(places, groups, strict=True)
+    ]
 
 
 def node_flops(node: fx.Node) -> int:
@@ -142,8 +153,9 @@ def _activation_bytes(node: fx.Node) -> int:
     return given + max(node.meta.get("work", Work()).peak_bytes, value_bytes(node))
 
 
-def _levels(graph: BlockGraph, chain: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+def _levels(graph: BlockGraph) -> dict[fx.Node, int]:
     """Index of the last block of the chain behind each value; -1 for what depends on the inputs alone."""
+    chain = {node: i for i, node in enumerate(graph.blocks)}
     level: dict[fx.Node, int] = {}
     for node in graph.graph.nodes:
         level[node] = max([chain.get(node, -1), *(level[source] for source in node.all_input_nodes)])

@@ -86,7 +86,6 @@ class Turns:
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.error = None  # of an earlier run that failed alike on all ranks
         state = _random_state()
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # each thread has its own
         threads: list[threading.Thread] = []
 
         def start_next() -> None:  # called while holding the turn
@@ -102,8 +101,6 @@ class Turns:
 
         def body(request: Request, function: Callable[[], Any]) -> None:
             _current.set(request)
-            if device is not None:
-                torch.cuda.set_device(device)
             try:
                 with self._lock:
                     self._await(request)

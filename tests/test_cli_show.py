@@ -1,0 +1,201 @@
+"""`dit-pipelining show`: what it predicts, compares and writes."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from dit_pipelining.cli import main
+from dit_pipelining.costs.measured import Measured, MeasuredProfile
+from dit_pipelining.planning.presets import preset
+from tests.zoo import CASES
+
+
+@pytest.fixture(autouse=True)
+def no_partition_in_the_environment(monkeypatch):
+    monkeypatch.delenv("VLLM_PP_LAYER_PARTITION", raising=False)
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """The config of a Wan of 4 blocks."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"_class_name": "WanTransformer3DModel", **CASES["WanTransformer3D"].init}))
+    return file
+
+
+@pytest.fixture
+def show(capsys):
+    def run(*arguments):
+        code = main(["show", *map(str, arguments), "--json"])
+        printed = capsys.readouterr()
+        assert (code, printed.err) == (0, "")
+        return json.loads(printed.out)
+
+    return run
+
+
+def predicted(data):
+    return data["transformers"][0]["predicted"]
+
+
+def test_a_preset_brings_its_steps_guidance_and_components(show):
+    data = show("flux.1-schnell", "--stages", 2)
+    known = preset("flux.1-schnell")
+    load = predicted(data)
+    assert (load["steps"], load["calls_per_step"]) == (known.defaults["steps"], 1)
+    assert data["target"]["devices"] == ["h200", "h200"]
+    assert data["ranks"][0]["memory"]["encoders"] == 2 * sum(e["parameters"] for e in known.text_encoders)
+    assert data["ranks"][1]["memory"]["vae"] == 2 * known.vae["parameters"]
+    assert load["decode_seconds"] > 0
+    stages = load["stage_seconds"]
+    assert load["step_seconds"] == pytest.approx(
+        sum(stages) + sum(load["transfer_seconds"]) + load["result_seconds"], rel=0.01
+    )
+    assert load["bubble"] == pytest.approx(0.5, abs=0.03)
+    assert sum(block["seconds"] for block in data["transformers"][0]["blocks"]) == pytest.approx(sum(stages), rel=0.02)
+
+
+def test_flags_of_the_recipes_are_understood(show, tiny):
+    data = show(
+        tiny, "--pipeline-parallel-size", 2, "--cfg-parallel-size", 2, "--num-inference-steps", 7, "--cfg", "two-calls"
+    )
+    load = predicted(data)
+    assert (data["num_stages"], load["replicas"], load["steps"], load["calls_per_step"]) == (2, 2, 7, 2)
+    assert len(load["utilisation"]) == 4
+
+
+def test_requests_side_by_side_fill_the_bubble(show, tiny):
+    alone = predicted(show(tiny, "--stages", 4, "--steps", 10, "--cfg", "none"))
+    many = predicted(show(tiny, "--stages", 4, "--steps", 10, "--cfg", "none", "--requests", 8))
+    flushed = predicted(
+        show(tiny, "--stages", 4, "--steps", 10, "--cfg", "none", "--requests", 8, "--schedule", "gpipe")
+    )
+    assert alone["bubble"] > 0.7 > 0.5 > flushed["bubble"] > many["bubble"]
+
+
+def test_both_branches_in_a_batch_are_captured_as_one(show, tiny):
+    one = show(tiny, "--stages", 2)
+    both = show(tiny, "--stages", 2, "--cfg", "batched")
+    assert (one["size"]["batch"], both["size"]["batch"]) == (1, 2)
+    assert both["transformers"][0]["flops"] == 2 * one["transformers"][0]["flops"]
+    spread = show(tiny, "--stages", 2, "--cfg", "batched", "--cfg-parallel-size", 2)
+    assert (spread["size"]["batch"], predicted(spread)["calls_per_step"]) == (1, 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_weights_have_the_dtype_that_was_asked_for(show, tiny, dtype):
+    data = show(tiny, "--stages", 2, "--dtype", dtype)
+    (hidden,) = [value for value in data["transformers"][0]["boundaries"][0]["tensors"] if "blocks" in value["origin"]]
+    assert hidden["dtype"] == dtype
+    size = 4 if dtype == "float32" else 2
+    kept = data["transformers"][0]["parameter_bytes"] / data["transformers"][0]["parameters"]
+    assert size <= kept < size + 0.6  # Wan keeps its norms and time embedder in float32
+
+
+def test_a_slower_link_takes_longer(show, tiny):
+    fast = predicted(show(tiny, "--partition", "2,2", "--stages", 2, "--device", "h200", "--link", "nvlink"))
+    slow = predicted(show(tiny, "--partition", "2,2", "--stages", 2, "--device", "h200", "--link", "ethernet"))
+    assert slow["transfer_seconds"][0] > 5 * fast["transfer_seconds"][0]
+    assert slow["stage_seconds"] == fast["stage_seconds"]
+
+
+def test_seconds_come_from_a_measured_profile(show, tiny, tmp_path):
+    blocks = {"WanTransformerBlock": Measured(0.5)}
+    file = tmp_path / "profile.json"
+    profile = MeasuredProfile(
+        "x", "WanTransformer3DModel", "NVIDIA A100-SXM4-80GB", "bfloat16", blocks, Measured(0.25), Measured(0.125)
+    )
+    profile.save(file)
+    data = show(tiny, "--stages", 2, "--partition", "1,3", "--profile", file)
+    assert predicted(data)["stage_seconds"] == pytest.approx([0.75, 1.625], rel=1e-3)
+    assert data["target"]["devices"] == ["a100", "a100"]
+    assert "NVIDIA A100" in data["target"]["source"]
+
+
+def test_cuts_are_compared_with_what_decided_left_out(show, monkeypatch):
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "10,30,10,7")
+    data = show("flux.1-dev", "--stages", 4, "--compare", "uniform,balanced,vae-aware")
+    assert data["transformers"][0]["partition"] == [10, 30, 10, 7]
+    uniform, balanced, aware = data["alternatives"]
+    assert uniform["counts"] == [[14, 14, 15, 14]]
+    assert balanced["slowest_seconds"] <= uniform["slowest_seconds"] < max(predicted(data)["stage_seconds"])
+    assert aware["makespan"] <= balanced["makespan"] * 1.01
+
+
+def test_a_cut_that_does_not_fit_is_compared_by_what_is_wrong(show):
+    data = show(
+        "flux.1-dev", "--stages", 2, "--ranks", "24GB", "--partitioner", "uniform", "--compare", "balanced,uniform"
+    )
+    fits = {other["name"]: not other["problem"] for other in data["alternatives"]}
+    assert fits["uniform"]
+    assert [rank["shortfall"] > 0 for rank in data["ranks"]] == [
+        rank["memory"]["total"] > limit for rank, limit in zip(data["ranks"], data["target"]["limits"], strict=True)
+    ]
+
+
+def test_files_are_written_beside_the_tables(capsys, tiny, tmp_path):
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "svg", "html", "trace")}
+    arguments = [f"--{name}={file}" for name, file in files.items()]
+    assert main(["show", str(tiny), "--stages", "2", "--requests", "2", "--steps", "3", *arguments]) == 0
+    printed = capsys.readouterr().out
+    for words in ("memory of each rank", "predicted", "timeline", "bubble", "request 1"):
+        assert words in printed
+    assert json.loads(files["json"].read_text())["num_stages"] == 2
+    assert ElementTree.fromstring(files["svg"].read_text()).tag.endswith("svg")
+    assert files["html"].read_text().startswith("<!doctype html>")
+    assert json.loads(files["trace"].read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--device", "toaster"], "there is no device 'toaster'"),
+        (["--device", "h200", "--ranks", "h200,h200"], "--device and --ranks"),
+        (["--device", "rtx4090", "--link", "nvlink"], "has no nvlink"),
+        (["--compare", "uniform,magic"], "'magic': expected some of"),
+        (["--html", "/no/such/folder/x.html"], "there is no folder /no/such/folder"),
+        (["--profile", "no_such_profile.json"], "no_such_profile.json"),
+        (["--schedule", "gpipe", "--cfg-parallel-size", "2"], "gpipe"),
+        (["--dtype", "int8"], "int8"),
+    ],
+)
+def test_a_users_error_is_one_line(capsys, tiny, arguments, named):
+    assert main(["show", str(tiny), "--stages", "2", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert named in printed.err
+
+
+def test_profile_measures_a_model_and_show_reads_it(capsys, tiny, tmp_path, show):
+    file = tmp_path / "profile.json"
+    arguments = ["--height", "16", "--width", "16", "--num-frames", "5", "--dtype", "float32"]
+    assert main(["profile", str(tiny), "--device", "cpu", "--output", str(file), *arguments]) == 0
+    printed = capsys.readouterr()
+    assert "block WanTransformerBlock" in printed.out
+    assert "the VAE was not measured" in printed.err
+    measured = json.loads(file.read_text())
+    assert measured["size"] == {"height": 16, "width": 16, "frames": 5, "batch": 1}
+    data = show(tiny, "--stages", 2, "--profile", file, *arguments)
+    block = measured["blocks"]["WanTransformerBlock"]["seconds"]
+    assert predicted(data)["stage_seconds"][1] == pytest.approx(2 * block + measured["epilogue"]["seconds"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "MODEL is missing"),
+        (["mochi-1"], "--output is missing"),
+        (["mochi-1", "--output", "/no/such/folder/p.json"], "there is no folder"),
+        (["mochi-1", "--output", "p.json", "--device", "toaster"], "--device toaster"),
+        (["mochi", "--output", "p.json"], "did you mean mochi-1"),
+    ],
+)
+def test_profile_refuses_what_it_cannot_do_in_one_line(capsys, arguments, named, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1
+    assert named in printed.err
+    assert not list(tmp_path.iterdir())
