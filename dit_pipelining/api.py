@@ -14,6 +14,7 @@ from dit_pipelining.comm.launch import Launch, launched_rank
 from dit_pipelining.comm.processes import launch
 from dit_pipelining.config import ParallelConfig, check_partitioner, check_positive, early_counts_check
 from dit_pipelining.config_sources import load_config
+from dit_pipelining.costs.by_weight import owners_by_weight
 from dit_pipelining.costs.machine import RankChoice, machine
 from dit_pipelining.costs.plan import plan_cut
 from dit_pipelining.costs.timing import TimingChoice
@@ -222,9 +223,10 @@ def parallelize(pipeline: Any, config: ParallelConfig) -> Any:
 
 def _check_splits(config: ParallelConfig, models: Mapping[str, nn.Module]) -> None:
     config.check_components(models)
-    machine(config.pipeline_parallel_size, config.ranks, config.profile, config.topology)
-    for name, model in models.items():
-        check_counts(config, name, model)
+    target = machine(config.pipeline_parallel_size, config.ranks, config.profile, config.topology)
+    given = [check_counts(config, name, model) for name, model in models.items()]
+    if target.has_limits and not any(given):
+        owners_by_weight(models.values(), config.blocks, target, ())
 
 
 def generate(

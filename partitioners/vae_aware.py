@@ -54,7 +54,7 @@ def place(costs: ModelCosts, ranks: Sequence[RankSpec]) -> Placement:
     the set of components placed so far. Where components do as well on the ranks that they prefer, they go there. Ties
     between cuts are broken as `balanced` does.
 
-    It takes 3^(number of components) times as long as `balanced`.
+    It takes 3^(number of components that are not bound to a rank) times as long as `balanced`.
 
     Args:
         costs: The model and its components.
@@ -68,12 +68,18 @@ def place(costs: ModelCosts, ranks: Sequence[RankSpec]) -> Placement:
     """
     check_stages(costs, ranks)
     _check_ranks(costs.components, len(ranks))
-    owners = _best_owners(costs, ranks, default_owners(costs.components, len(ranks)))
-    loaded = with_components(ranks, costs.components, owners)
+    owners = default_owners(costs.components, len(ranks))
+    bound = [component for component in costs.components if component.rank is not None]
+    free = [component for component in costs.components if component.rank is None]
+    # What is bound to a rank is work of that rank like any other, and leaves nothing to choose.
+    given = with_components(ranks, bound, owners)
+    open_costs = replace(costs, components=tuple(free))
+    owners |= _best_owners(open_costs, given, default_owners(free, len(ranks)))
+    loaded = with_components(given, free, owners)
     try:
         return Placement(balanced(costs, loaded), owners, tuple(loaded))
     except DoesNotFitError as error:
-        smallest = _smallest_num_ranks(costs, ranks)
+        smallest = _smallest_num_ranks(open_costs, given)
         raise DoesNotFitError(error.counts, error.shortfalls, smallest, owners) from None
 
 
@@ -168,12 +174,7 @@ def _programme(costs: ModelCosts, stage_costs: Sequence[Sequence[StageCost]]) ->
         stage_costs: For each set of components (as the bits of its index) the cost of every stage that holds the set.
     """
     num_blocks, num_stages, everything = costs.num_blocks, len(stage_costs[0]), len(stage_costs) - 1
-    allowed = [_allowed(costs.components, stage, num_stages) for stage in range(num_stages)]
-    best = {
-        placed: [cost[0](0, end) for end in range(num_blocks + 1)]
-        for placed, cost in enumerate(stage_costs)
-        if not placed & ~allowed[0]
-    }
+    best = {placed: [cost[0](0, end) for end in range(num_blocks + 1)] for placed, cost in enumerate(stage_costs)}
     # chosen[stage][placed][end]: the components of the stage, and where it starts, if `placed` are on ranks up to it.
     chosen: list[dict[int, list[tuple[int, int]]]] = [{placed: [(placed, 0)] * (num_blocks + 1) for placed in best}]
     for stage in range(1, num_stages):
@@ -181,7 +182,7 @@ def _programme(costs: ModelCosts, stage_costs: Sequence[Sequence[StageCost]]) ->
         rows: dict[int, list[float]] = {}
         choices: dict[int, list[tuple[int, int]]] = {}
         for before, row in best.items():
-            for own in _subsets_of(allowed[stage] & ~before):
+            for own in _subsets_of(everything & ~before):
                 values = rows.setdefault(before | own, [math.inf] * (num_blocks + 1))
                 decided = choices.setdefault(before | own, [(own, 0)] * (num_blocks + 1))
                 for end in range(num_blocks + 1):
@@ -247,12 +248,3 @@ def _subsets_of(mask: int) -> Iterator[int]:
         yield subset
         subset = (subset - 1) & mask
     yield 0
-
-
-def _allowed(components: Sequence[Component], rank: int, num_ranks: int) -> int:
-    """The components that may be on a rank."""
-    return sum(
-        1 << bit
-        for bit, component in enumerate(components)
-        if component.rank is None or component.rank % num_ranks == rank
-    )

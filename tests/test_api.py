@@ -394,6 +394,11 @@ def test_a_model_that_does_not_fit_says_so_before_it_runs() -> None:
         split_model(model, 2, inputs, ranks=[RankSpec(memory_bytes=size // 8)] * 2)
 
 
+def test_a_pipeline_that_cannot_fit_says_so_before_anything_is_loaded(folder: Path, two_ranks: ParallelConfig) -> None:
+    with pytest.raises(DoesNotFitError, match="rank 0 lacks"):
+        load_pipeline(folder, replace(two_ranks, ranks=[RankSpec(memory_bytes=1000)] * 2))
+
+
 def test_a_text_encoder_takes_memory_of_its_rank() -> None:
     case = CASES["WanTransformer3D@batch"]
     model, inputs = build_model(case), build_inputs(case)

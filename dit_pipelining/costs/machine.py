@@ -51,6 +51,12 @@ class Machine:
     timing: Timing | None = None
     topology: str = "auto"
 
+    @property
+    def has_limits(self) -> bool:
+        """Whether some rank's memory is limited."""
+        limits = (rank.spec.memory_bytes if rank.spec is not None else rank.memory_bytes for rank in self.ranks)
+        return any(limit is not None for limit in limits)
+
 
 def machine(
     num_stages: int,

@@ -40,13 +40,20 @@ class TransformerExecutor:
         config: degrees, partitioner and schedule.
         rolling: the pipeline's runtime.
         fill_stage: called once with this rank's stage plan.
+        components: what else the ranks hold and run, bound to their stages.
 
     Raises:
         BlocksNotFoundError, PartitionError: the transformer cannot be cut as asked.
     """
 
     def __init__(
-        self, name: str, model: nn.Module, config: ParallelConfig, rolling: Rolling, fill_stage: FillStage
+        self,
+        name: str,
+        model: nn.Module,
+        config: ParallelConfig,
+        rolling: Rolling,
+        fill_stage: FillStage,
+        components: Sequence[Component] = (),
     ) -> None:
         self.name = name
         self.model = model
@@ -60,6 +67,7 @@ class TransformerExecutor:
             model, config.blocks, model.forward, count_work=True, before_capture=rolling.drain
         )
         self._fill_stage = fill_stage
+        self._components = components
         self._gpipe: GPipe | None = None
         self._rebalancer: Rebalancer | None = None
         latents = first_argument(model.forward)
@@ -117,7 +125,7 @@ class TransformerExecutor:
     def _split(self, kwargs: Mapping[str, Any]) -> SplitModel:
         kwargs = bind(self.model.forward, (), kwargs)
         graph = self._captures.get(kwargs)
-        cut = plan_cut(graph, self.model, self.machine, self.config.partitioner, self.counts, self._components())
+        cut = plan_cut(graph, self.model, self.machine, self.config.partitioner, self.counts, self._components)
         stage = self.rolling.mesh.stage
         self.split = SplitModel(
             self.model, self._captures, graph, cut.partition, lambda plans: self._fill_stage(plans[stage]), cut
@@ -128,11 +136,6 @@ class TransformerExecutor:
             self.rolling.between_calls.append(self._rebalance)
         self._prepare_stage()
         return self.split
-
-    def _components(self) -> list[Component]:
-        """What else the ranks do that the cut depends on: the last one decodes."""
-        alone = self.config.vae_placement == "shared"
-        return [Component("vae", rank=self.config.pipeline_parallel_size - 1, alone=True)] if alone else []
 
     def _rebalance(self) -> None:
         assert self._rebalancer is not None

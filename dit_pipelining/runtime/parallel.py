@@ -19,6 +19,7 @@ from dit_pipelining.runtime.executor import FillStage, TransformerExecutor
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.weights.load import load_weights, release_weights
 from dit_pipelining.weights.pipelines import EmptyTransformer
+from partitioners import Component
 
 
 def spread(
@@ -46,7 +47,8 @@ def spread(
     for name, model in transformers.items():
         if getattr(pipeline, name) is not model:
             raise SplitError(f"{type(pipeline).__name__} did not take over its component {name!r}; it cannot be split.")
-        attach(model, TransformerExecutor(name, model, config, rolling, fill[name]))
+        beside = held_beside(pipeline, name, transformers, config)
+        attach(model, TransformerExecutor(name, model, config, rolling, fill[name], beside))
     for name, component in pipeline.components.items():
         if isinstance(component, nn.Module) and name not in transformers:
             component.to(device)
@@ -54,6 +56,26 @@ def spread(
     if mesh.rank != 0:
         pipeline.set_progress_bar_config(disable=True)
     attach_pipeline(pipeline, rolling)
+
+
+def held_beside(
+    pipeline: Any, name: str, transformers: Mapping[str, nn.Module], config: ParallelConfig
+) -> list[Component]:
+    """What the rank of each stage holds besides that stage of one transformer.
+
+    That is its stage of every other transformer, about an even share, and all other components. A VAE that shall have a rank
+    of its own has the last one.
+    """
+    stages = config.pipeline_parallel_size
+    others = sum(_bytes(model) for other, model in transformers.items() if other != name) // stages
+    modules = (part for key, part in pipeline.components.items() if key not in transformers)
+    held = others + sum(_bytes(part) for part in modules if isinstance(part, nn.Module))
+    alone = stages - 1 if config.vae_placement == "shared" else None
+    return [Component(f"other components of stage {i}", bytes=held, rank=i, alone=i == alone) for i in range(stages)]
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
 def from_checkpoint(empty: EmptyTransformer, device: torch.device) -> FillStage:
