@@ -26,15 +26,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from dit_pipelining.comm.board import RETURNED, Beat, Board, Failure
+from dit_pipelining.comm.waking import is_effect, wake_group_waiters
 from dit_pipelining.errors import RemoteRankError
-from dit_pipelining.torch_internals import every_group
 
 BEAT_SECONDS = 0.5
 DEAD_SECONDS = 30.0
@@ -44,9 +42,6 @@ GRACE_SECONDS = 5.0
 
 LOST_BEATS = 3
 """Requests in a row that the store does not answer before it counts as gone."""
-
-UNUSED_TAG = 1 << 20
-"""Of a receive that nothing is ever sent to."""
 
 _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("inside a guarded call", default=False)
 
@@ -72,7 +67,8 @@ class Guard:
         self._on_beat: list[Callable[[], str | None]] = []
         self._world = dist.group.WORLD
         self._beat = Beat()
-        self._lock = threading.Lock()
+        self._steps = 0
+        self._saying, self._tripping = threading.Lock(), threading.Lock()
         self._failed, self._idle, self._closing = threading.Event(), threading.Event(), threading.Event()
         self._idle.set()
         self._suspicious = False
@@ -95,8 +91,7 @@ class Guard:
 
     def count_step(self) -> None:
         """This rank now communicates with the others: from here on it is ahead of one that raised before."""
-        with self._lock:
-            self._beat = replace(self._beat, steps=self._beat.steps + 1)
+        self._steps += 1  # one thread of a rank runs at a time; the next beat shows it
 
     @contextmanager
     def call(self, after_agreement: Callable[[], None] | None = None) -> Iterator[bool]:
@@ -116,7 +111,8 @@ class Guard:
             return
         self.check()
         inside = _inside.set(True)
-        self._say(call=self._beat.call + 1, steps=0, ended=None, send=False)
+        self._steps = 0
+        self._say(call=self._beat.call + 1, ended=None, send=False)
         self._idle.clear()
         try:
             yield True
@@ -172,8 +168,8 @@ class Guard:
             self._say(left=True, released=True)
 
     def _say(self, send: bool = True, **changes: Any) -> None:
-        with self._lock:
-            self._beat = replace(self._beat, number=self._beat.number + 1, **changes)
+        with self._saying:
+            self._beat = replace(self._beat, number=self._beat.number + 1, steps=self._steps, **changes)
             if send:
                 self.board.say(self._beat)
 
@@ -181,10 +177,11 @@ class Guard:
         """Whether every rank's call raised an error of this type after as many steps."""
         if not isinstance(error, Exception) or is_effect(error):
             return False
-        kind, own = type(error).__name__, self._beat
+        kind = type(error).__name__
         deadline = time.monotonic() + AGREEMENT_SECONDS
         try:
             self._say(ended=kind)
+            own = self._beat
             while self.error is None and time.monotonic() < deadline:
                 _, beats = self.board.read()
                 agreeing = [beat.progress == own.progress and beat.ended == kind for beat in beats]
@@ -209,7 +206,7 @@ class Guard:
 
     def _trip(self, failure: Failure, error: BaseException | None = None) -> None:
         """The run has failed: remember why, and wake everybody on this rank."""
-        with self._lock:
+        with self._tripping:
             if self.error is not None:
                 return
             if error is not None and not is_effect(error):
@@ -248,12 +245,22 @@ class Guard:
                 self._trip(failure)
             elif (gone := self._gone(heard, now)) is not None:
                 self._publish(gone)
-            elif problem := next(filter(None, (ask() for ask in self._on_beat)), None):
-                self._publish(Failure(self.board.rank, f"rank {self.board.rank} {problem}"))
+            elif (own := self._own_problem()) is not None:
+                self._publish(own)
             elif beats[0].left and not self._beat.released:
                 self._say(released=True)
         if self.error is not None:
             self._end()
+
+    def _own_problem(self) -> Failure | None:
+        for ask in self._on_beat:
+            try:
+                problem = ask()
+            except RuntimeError as error:  # of the device
+                return Failure.raised(self.board.rank, error)
+            if problem is not None:
+                return Failure(self.board.rank, f"rank {self.board.rank} {problem}")
+        return None
 
     def _gone(self, heard: Sequence[tuple[Beat, float]], now: float) -> Failure | None:
         """A rank that is dead, or that left although this one waits for it."""
@@ -311,28 +318,3 @@ class Guard:
 
     def _is_current(self) -> bool:
         return dist.is_initialized() and dist.group.WORLD is self._world
-
-
-def is_effect(error: BaseException) -> bool:
-    """Whether an error says that something happened elsewhere: a lost connection, an aborted or timed-out transfer."""
-    if isinstance(error, RemoteRankError | dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and ("gloo/transport" in str(error) or "NCCL" in str(error))
-
-
-def wake_group_waiters() -> None:
-    """Make every wait on this rank's process groups end with an error.
-
-    NCCL groups are aborted. Aborting a gloo group wakes nobody; a wait on it that times out closes its connections.
-    """
-    for group in every_group():
-        backends = dist.get_backend_config(group)
-        if "gloo" in backends and group.size() > 1:
-            peer = 1 if group.rank() == 0 else 0
-            with suppress(RuntimeError, ValueError):  # that is the time-out, or the group was destroyed meanwhile
-                work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=UNUSED_TAG)
-                assert work is not None
-                work.wait(timedelta(milliseconds=1))
-        if "nccl" in backends:
-            with suppress(RuntimeError):  # a communicator that is broken already
-                group.abort()
