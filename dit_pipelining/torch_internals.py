@@ -187,6 +187,7 @@ def own_client(store: dist.Store) -> dist.Store:
     return client
 
 
-def every_group() -> list[dist.ProcessGroup]:
-    """All process groups that this rank is in."""
-    return list(c10d._world.pg_map)
+def every_group() -> list[tuple[dist.ProcessGroup, str]]:
+    """All process groups that this rank is in, each with the names of its backends; none that is being destroyed."""
+    backends = dict(c10d._world.pg_backend_config)
+    return [(group, str(backends[group])) for group in list(c10d._world.pg_map) if group in backends]

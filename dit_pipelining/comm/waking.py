@@ -25,11 +25,10 @@ def wake_group_waiters() -> None:
 
     NCCL groups are aborted. Aborting a gloo group wakes nobody; a wait on it that times out closes its connections.
     """
-    for group in every_group():
-        backends = dist.get_backend_config(group)
+    for group, backends in every_group():
         if "gloo" in backends and group.size() > 1:
             peer = 1 if group.rank() == 0 else 0
-            with suppress(RuntimeError, ValueError):  # that is the time-out, or the group was destroyed meanwhile
+            with suppress(RuntimeError, ValueError, TypeError):  # the time-out; the others if it is destroyed meanwhile
                 work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=UNUSED_TAG)
                 assert work is not None
                 work.wait(timedelta(milliseconds=1))
