@@ -13,6 +13,7 @@ PUBLIC = (
     "load_config",
     "load_pipeline",
     "parallelize",
+    "serve",
     "split_model",
 )
 """Names of `dit_pipelining.api`, imported when they are first asked for, since diffusers takes seconds to import."""

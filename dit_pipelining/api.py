@@ -1,6 +1,7 @@
 """The front door: split a model, load or parallelise a pipeline, generate."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from dit_pipelining.costs.plan import plan_cut
 from dit_pipelining.costs.timing import TimingChoice
 from dit_pipelining.errors import ConfigError, InputError, NotATransformerError
 from dit_pipelining.lowering.split import SplitModel
+from dit_pipelining.runtime.attach import rolling_of
 from dit_pipelining.runtime.executor import check_counts
 from dit_pipelining.runtime.parallel import from_checkpoint, from_memory, spread
 from dit_pipelining.runtime.requests import OnOutput, run_requests
+from dit_pipelining.runtime.serving import RequestQueue
 from dit_pipelining.weights.load import check_tensors
 from dit_pipelining.weights.pipelines import (
     DtypeChoice,
@@ -46,6 +49,7 @@ __all__ = [
     "load_config",
     "load_pipeline",
     "parallelize",
+    "serve",
     "split_model",
 ]
 
@@ -258,3 +262,40 @@ def generate(
         RemoteRankError: another rank failed first; names it and the cause.
     """
     return run_requests(pipeline, requests, max_in_flight, on_output)
+
+
+@contextmanager
+def serve(pipeline: Any, *, max_in_flight: int | None = None, max_waiting: int = 64) -> Iterator[RequestQueue]:
+    """A queue in front of a pipeline: requests join while others run, and leave when they are done.
+
+    Every rank enters the block. Rank 0 submits; the others follow it until it leaves the block:
+
+        with serve(pipe) as queue:
+            if queue.leads:
+                future = queue.submit(prompt="a cat", generator=torch.Generator().manual_seed(0))
+                image = future.result().images[0]
+
+    Leaving the block waits for the requests that were submitted; by an error, it cancels them. A request that raises an
+    error of its own (a wrong size) gives that error as its result and leaves the others alone.
+
+    Args:
+        pipeline: from `load_pipeline` or `parallelize`; a plain pipeline runs its requests one after the other.
+        max_in_flight: requests that run at a time. Default: twice as many as ranks, with which no stage waits.
+        max_waiting: requests that may wait; one more is refused with QueueFullError.
+
+    Raises:
+        ConfigError: a number is no positive integer.
+    """
+    for name, number in (("max_in_flight", max_in_flight), ("max_waiting", max_waiting)):
+        if number is not None:
+            check_positive(name, number)
+    rolling = rolling_of(pipeline)
+    ranks = rolling.mesh.world_size if rolling is not None else 1
+    queue = RequestQueue(pipeline, rolling, max_in_flight or 2 * ranks, max_waiting)
+    try:
+        yield queue
+    except BaseException:
+        queue.cancel_all()
+        raise
+    finally:
+        queue.close()

@@ -1,6 +1,7 @@
 """Several requests side by side on one pipeline."""
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -49,7 +50,15 @@ def _run(
     shown = not getattr(pipeline, "_progress_bar_config", {}).get("disable", False)  # false on rank 0 only, if at all
     display = _display(len(requests)) if shown else None
     with display or nullcontext():
-        functions = [_request(pipeline, request, index, display, on_output) for index, request in enumerate(requests)]
+        functions = [
+            request_call(
+                pipeline,
+                request,
+                _Bars(display, f"request {index}"),
+                functools.partial(on_output, index) if on_output else None,
+            )
+            for index, request in enumerate(requests)
+        ]
         if rolling is None:
             return [function() for function in functions]
         return rolling.run(functions, max_in_flight)
@@ -64,18 +73,29 @@ def _arguments(requests: Sequence[Mapping[str, Any]], max_in_flight: int | None)
     return arguments
 
 
-def _request(
-    pipeline: Any, request: Mapping[str, Any], index: int, display: Progress | None, on_output: OnOutput | None
+def request_call(
+    pipeline: Any,
+    request: Mapping[str, Any],
+    progress_bar: Callable[..., Any],
+    on_output: Callable[[Any], Any] | None = None,
 ) -> Callable[[], Any]:
+    """One call of the pipeline's own code, on a shallow copy of the pipeline with schedulers of its own.
+
+    Args:
+        pipeline: a diffusers pipeline.
+        request: arguments of the call.
+        progress_bar: stands in for the pipeline's.
+        on_output: takes the output; what it returns is the result.
+    """
     own = copy.copy(pipeline)
     for name, component in pipeline.components.items():
         if isinstance(component, SchedulerMixin):
             setattr(own, name, copy.deepcopy(component))
-    own.__dict__["progress_bar"] = _Bars(display, f"request {index}")
+    own.__dict__["progress_bar"] = progress_bar
 
     def run() -> Any:
         output = own(**request)
-        return output if on_output is None else on_output(index, output)
+        return output if on_output is None else on_output(output)
 
     return run
 

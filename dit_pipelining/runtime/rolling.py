@@ -105,10 +105,7 @@ class Rolling:
 
     def run(self, functions: Sequence[Callable[[], Any]], in_flight: int | None = None) -> list[Any]:
         """Run functions that submit calls as requests side by side, each on a CUDA stream of its own; see `Turns.run`."""
-        if self.device.type != "cuda":
-            return self.turns.run(functions, in_flight)
-        caller = torch.cuda.current_stream(self.device)
-        return self.turns.run([self._on_own_stream(function, caller) for function in functions], in_flight)
+        return self.turns.run([self.on_own_stream(function) for function in functions], in_flight)
 
     def drain(self) -> None:
         """Wait until no stage runs on this rank."""
@@ -153,8 +150,14 @@ class Rolling:
             "or its stage takes longer."
         )
 
-    def _on_own_stream(self, function: Callable[[], Any], caller: torch.cuda.Stream) -> Callable[[], Any]:
-        """A request's own code waits for its own results only: on one stream it would wait for those of all requests."""
+    def on_own_stream(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """The function on a CUDA stream of its own, and unchanged on the CPU.
+
+        A request's own code waits for its own results only: on one stream it would wait for those of all requests.
+        """
+        if self.device.type != "cuda":
+            return function
+        caller = torch.cuda.current_stream(self.device)
 
         def run() -> Any:
             own = self._free_streams.pop() if self._free_streams else new_stream(self.device)

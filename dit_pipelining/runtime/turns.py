@@ -8,7 +8,8 @@ ideal throughput).
 
 import contextvars
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,10 @@ class OtherRequestFailedError(RuntimeError):
     """Another request, or the stage of this rank, failed; the cause is attached."""
 
 
+class RequestCancelledError(RuntimeError):
+    """This request was cancelled; on every rank, at the same wait."""
+
+
 @dataclass(eq=False)
 class Request:
     """One request in flight.
@@ -26,12 +31,14 @@ class Request:
     Attributes:
         index: its place among the requests.
         submitted: calls it has submitted since its turn began.
+        cancelled: why it has to end at its next wait; empty: it has not.
         wake: told when its turn comes; one for each request, since all of them would wake up on one in common.
     """
 
     index: int
     submitted: int = 0
     random_state: Any = None
+    cancelled: str = ""
     wake: threading.Condition = field(default_factory=threading.Condition)
 
 
@@ -46,6 +53,8 @@ class Turns:
     error: BaseException | None = None
     _ring: list[Request] = field(default_factory=list)
     _turn: Request | None = None
+    _mode: "_Mode | None" = None
+    _threads: list[threading.Thread] = field(default_factory=list)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def current(self) -> Request:
@@ -67,6 +76,8 @@ class Turns:
                 self._pass(request)
                 self._await(request)
             _set_random_state(request.random_state)
+        if request.cancelled:
+            raise RequestCancelledError(request.cancelled)
 
     def fail(self, error: BaseException) -> None:
         """Wake everyone: nothing can go on after an error on one of the calls."""
@@ -83,54 +94,70 @@ class Turns:
         """
         results: list[Any] = [None] * len(functions)
         waiting = list(enumerate(functions))
-        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self.error = None  # of an earlier run that failed alike on all ranks
-        state = _random_state()
-        threads: list[threading.Thread] = []
 
-        def start_next() -> None:  # called while holding the turn
+        def start_next() -> None:
             index, function = waiting.pop(0)
-            request = Request(index, random_state=state, wake=threading.Condition(self._lock))
-            context = contextvars.copy_context()
-            thread = threading.Thread(
-                target=context.run, args=(body, request, function), name=f"request {index}", daemon=True
-            )
-            self._ring.append(request)
-            threads.append(thread)
-            thread.start()
 
-        def body(request: Request, function: Callable[[], Any]) -> None:
-            _current.set(request)
-            try:
-                with self._lock:
-                    self._await(request)
-                _set_random_state(request.random_state)
-                with torch.inference_mode(inference), torch.set_grad_enabled(grad and not inference):
-                    results[request.index] = function()
-            except OtherRequestFailedError:
-                pass
-            except BaseException as error:
-                self.fail(error)
-            with self._lock:
-                if waiting and self.error is None:
+            def call() -> None:
+                results[index] = function()
+                if waiting:
                     start_next()
-                if self._turn is request:
-                    self._pass(request)
-                self._ring.remove(request)
 
+            self.join(index, call)
+
+        state = _random_state()
+        self.error = None  # of an earlier run that failed alike on all ranks
+        self._mode = _Mode.current(state)
+        self._threads = []
+        for _ in range(min(in_flight or len(functions), len(functions))):
+            start_next()
         with self._lock:
-            for _ in range(min(in_flight or len(functions), len(functions))):
-                start_next()
             self._give_turn(self._ring[0])
         position = 0
-        while position < len(threads):  # threads are added while others run
-            threads[position].join(0.2)
-            position += not threads[position].is_alive()
+        while position < len(self._threads):  # threads are added while others run
+            self._threads[position].join(0.2)
+            position += not self._threads[position].is_alive()
         _set_random_state(state)
         self._turn = None
         if self.error is not None:
             raise self.error
         return results
+
+    def join(self, index: int, function: Callable[[], None]) -> Request:
+        """Let a function join the ring that runs, as its last request; called by the one whose turn it is."""
+        mode = self._mode
+        assert mode is not None  # `run` runs
+        request = Request(index, random_state=mode.random_state, wake=threading.Condition(self._lock))
+        run = contextvars.copy_context().run
+        thread = threading.Thread(
+            target=run, args=(self._run, request, function, mode), name=f"request {index}", daemon=True
+        )
+        with self._lock:
+            self._ring.append(request)
+        self._threads.append(thread)
+        thread.start()
+        return request
+
+    @property
+    def others(self) -> int:
+        """How many requests beside the one that asks are in the ring."""
+        return len(self._ring) - 1
+
+    def _run(self, request: Request, function: Callable[[], None], mode: "_Mode") -> None:
+        _current.set(request)
+        try:
+            with self._lock:
+                self._await(request)
+            with mode.entered():
+                function()
+        except OtherRequestFailedError:
+            pass
+        except BaseException as error:
+            self.fail(error)
+        with self._lock:
+            if self._turn is request:
+                self._pass(request)
+            self._ring.remove(request)
 
     def _pass(self, request: Request) -> None:
         index = self._ring.index(request)
@@ -144,6 +171,29 @@ class Turns:
         request.wake.wait_for(lambda: self._turn is request or self.error is not None)
         if self.error is not None:
             raise OtherRequestFailedError("another request failed") from self.error
+
+
+@dataclass(frozen=True)
+class _Mode:
+    """What the code that runs requests has set for its thread, and each of theirs needs too."""
+
+    grad: bool
+    inference: bool
+    device: int | None
+    random_state: Any
+
+    @classmethod
+    def current(cls, random_state: Any) -> "_Mode":
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), device, random_state)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        if self.device is not None:
+            torch.cuda.set_device(self.device)
+        _set_random_state(self.random_state)
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad and not self.inference):
+            yield
 
 
 def _random_state() -> Any:

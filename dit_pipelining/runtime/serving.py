@@ -1,0 +1,317 @@
+"""A queue of requests that join and leave a running pipeline between its denoising steps.
+
+[Note: the door]
+The requests in flight take turns in a ring (see runtime/turns.py), the same on every rank. A queue puts one more into the
+ring, the door: at its turn rank 0 tells the others in one message which requests join, which are cancelled, and which have
+ended how; so every rank lets them in, and ends them, at the same place of the ring. That is once per round, which is once per
+denoising step of all requests in flight. While there are none, rank 0 waits at the door, and tells the others so once a
+second.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dit_pipelining.errors import ConfigError, InputError
+from dit_pipelining.runtime.requests import request_call
+from dit_pipelining.runtime.rolling import Rolling
+from dit_pipelining.runtime.turns import Request, RequestCancelledError
+
+IDLE_SECONDS = 1.0
+"""How often ranks that wait for a request tell each other that they are there."""
+
+TIMED_OUT = "its time was over"
+
+OnStep = Callable[[int, int | None], None]
+"""Takes the steps that are done, and their number if it is known."""
+
+
+class QueueFullError(RuntimeError):
+    """As many requests wait already as the queue takes."""
+
+
+class RequestFuture(Future[Any]):
+    """The result of a request; `cancel` also ends one that runs, at its next step."""
+
+    def __init__(self, ask: Callable[[], None]) -> None:
+        super().__init__()
+        self._ask = ask
+
+    def cancel(self) -> bool:
+        """Returns False if the result was there already. The result of a cancelled request raises CancelledError."""
+        if super().cancel():
+            return True
+        if self.done():
+            return False
+        self._ask()
+        return True
+
+
+@dataclass(eq=False)
+class _Submission:
+    index: int
+    arguments: Mapping[str, Any]
+    future: RequestFuture
+    on_step: OnStep | None
+    deadline: float | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class _News:
+    """What rank 0 tells the others at the door.
+
+    Attributes:
+        joining: index and arguments of requests that join the ring.
+        cancelled: index of requests that end at their next wait, and why.
+        ended: index of those that have ended since the last time, and the type of the error they raised.
+        closed: no request is left, and none will come.
+    """
+
+    joining: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
+    cancelled: list[tuple[int, str]] = field(default_factory=list)
+    ended: list[tuple[int, str]] = field(default_factory=list)
+    closed: bool = False
+
+
+class RequestQueue:
+    """Made by `serve`.
+
+    Attributes:
+        leads: whether this rank takes requests; the others follow it.
+    """
+
+    def __init__(self, pipeline: Any, rolling: Rolling | None, max_in_flight: int, max_waiting: int) -> None:
+        self.leads = rolling is None or rolling.mesh.rank == 0
+        self._pipeline = pipeline
+        self._rolling = rolling
+        self._max_in_flight = max_in_flight
+        self._waiting: queue.Queue[_Submission] = queue.Queue(max_waiting)
+        self._submissions: dict[int, _Submission] = {}
+        self._running: dict[int, Request] = {}
+        self._outputs: dict[int, Any] = {}
+        self._ended: list[tuple[int, str]] = []
+        self._count = 0
+        self._closing = threading.Event()
+        self._something = threading.Event()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        mode = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._thread = threading.Thread(target=self._serve, args=(*mode, device), name="queue", daemon=True)
+        self._thread.start()
+
+    def submit(self, *, timeout: float | None = None, on_step: OnStep | None = None, **arguments: Any) -> RequestFuture:
+        """Put a request into the queue, on rank 0.
+
+        Args:
+            timeout: seconds from now after which the request is cancelled; its result raises TimeoutError.
+            on_step: called after each of its denoising steps.
+            arguments: of the pipeline's call. Give a `generator` each: without one, every request starts from the same
+                random state.
+
+        Raises:
+            QueueFullError: as many requests wait as the queue takes.
+            ConfigError: this rank does not lead.
+        """
+        if not self.leads:
+            raise ConfigError("only rank 0 takes requests: submit them where `queue.leads` is true.")
+        if self._error is not None:
+            raise self._error
+        with self._lock:
+            if self._closing.is_set():
+                raise ConfigError("the queue is closed; submit requests inside the `with serve(...)` block.")
+            index, self._count = self._count, self._count + 1
+            future = RequestFuture(lambda: self._ask(index, "it was cancelled"))
+            deadline = None if timeout is None else time.monotonic() + timeout
+            own = _Submission(index, arguments, future, on_step, deadline)
+            try:
+                self._waiting.put_nowait(own)
+            except queue.Full:
+                raise QueueFullError(f"{self._waiting.maxsize} requests wait already; try again later.") from None
+            self._submissions[index] = own
+        self._something.set()
+        return future
+
+    def cancel_all(self) -> None:
+        """Cancel what waits and what runs."""
+        for own in list(self._submissions.values()):
+            own.future.cancel()
+
+    def close(self) -> None:
+        """Take no more requests, finish those that were submitted, and end on every rank."""
+        with self._lock:
+            self._closing.set()
+        self._something.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _ask(self, index: int, reason: str) -> None:
+        with self._lock:
+            if index in self._submissions:
+                self._submissions[index].reason = reason
+        self._something.set()
+
+    def _serve(self, grad: bool, inference: bool, device: int | None) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        try:
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad and not inference):
+                if self._rolling is None:
+                    self._serve_alone()
+                else:
+                    with self._rolling.call(f"serve a {type(self._pipeline).__name__}", {}):
+                        self._rolling.run([self._door])
+        except BaseException as error:
+            self._error = error
+        with self._lock:
+            self._closing.set()
+        for own in list(self._submissions.values()):
+            if not own.future.done():
+                own.future.set_exception(self._error or CancelledError())
+
+    def _serve_alone(self) -> None:
+        """A pipeline that is not spread over ranks runs its requests one after the other."""
+        while not (self._closing.is_set() and self._waiting.empty()):
+            try:
+                own = self._waiting.get(timeout=IDLE_SECONDS)
+            except queue.Empty:
+                continue
+            if self._starts(own):
+                self._call(own.index, own.arguments, _StepBars(own.on_step))()
+                self._finish(self._ended.pop())
+
+    def _door(self) -> None:
+        rolling = self._rolling
+        assert rolling is not None
+        door = rolling.turns.current()
+        while True:
+            news = self._exchange(rolling.control)
+            for index, reason in news.cancelled:
+                if index in self._running:
+                    self._running[index].cancelled = reason
+            for index, arguments in news.joining:
+                own = self._submissions.get(index)
+                bars = _StepBars(own.on_step if own is not None else None)
+                call = self._call(index, arguments, bars)
+                self._running[index] = rolling.turns.join(index, rolling.on_own_stream(call))
+            if news.closed:
+                return
+            door.submitted = 1  # so that the turn passes
+            rolling.turns.end_turn()
+
+    def _exchange(self, control: dist.ProcessGroup) -> _News:
+        """Rank 0 says what is new; the others compare how their requests have ended."""
+        message = [self._news() if self.leads else None]
+        dist.broadcast_object_list(message, src=0, group=control)
+        news = message[0]
+        assert isinstance(news, _News)
+        mine, self._ended = self._ended, []
+        if mine != news.ended:
+            raise RuntimeError(f"requests ended as {mine} on this rank, but as {news.ended} on rank 0")
+        for ended in mine:
+            self._finish(ended)
+        return news
+
+    def _news(self) -> _News:
+        if not self._running and self._waiting.empty() and not self._closing.is_set():
+            self._something.wait(IDLE_SECONDS)
+        self._something.clear()
+        joining: list[tuple[int, Mapping[str, Any]]] = []
+        room = self._max_in_flight - len(self._running) + len(self._ended)
+        while room > len(joining) and not self._waiting.empty():
+            own = self._waiting.get_nowait()
+            if self._starts(own):
+                joining.append((own.index, own.arguments))
+        now = time.monotonic()
+        for own in list(self._submissions.values()):
+            if own.deadline is not None and now > own.deadline and not own.reason:
+                own.reason = TIMED_OUT
+        cancelled = [(i, own.reason) for i, own in list(self._submissions.items()) if own.reason and i in self._running]
+        idle = not joining and len(self._running) == len(self._ended) and self._waiting.empty()
+        return _News(joining, cancelled, list(self._ended), closed=idle and self._closing.is_set())
+
+    def _starts(self, own: _Submission) -> bool:
+        """Whether a request that has waited still has to run."""
+        if own.deadline is not None and time.monotonic() > own.deadline:
+            own.reason = TIMED_OUT
+        if not own.future.set_running_or_notify_cancel() or own.reason:
+            if not own.future.done():
+                own.future.set_exception(TimeoutError(own.reason) if own.reason == TIMED_OUT else CancelledError())
+            del self._submissions[own.index]
+            return False
+        return True
+
+    def _call(self, index: int, arguments: Mapping[str, Any], bars: "_StepBars") -> Callable[[], None]:
+        """A request's thread: an error it raises ends it alone, if it raises the same on every rank."""
+        run = request_call(self._pipeline, arguments, bars)
+
+        def call() -> None:
+            try:
+                output, kind = run(), ""
+            except RequestCancelledError as error:
+                output, kind = error, RequestCancelledError.__name__
+            except (InputError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+                output, kind = error, type(error).__name__
+            if index in self._submissions:
+                self._outputs[index] = output
+            self._ended.append((index, kind))
+
+        return call
+
+    def _finish(self, ended: tuple[int, str]) -> None:
+        index, kind = ended
+        self._running.pop(index, None)
+        own = self._submissions.pop(index, None)
+        if own is None:
+            return
+        output = self._outputs.pop(index)
+        if kind == RequestCancelledError.__name__:
+            own.future.set_exception(TimeoutError(own.reason) if own.reason == TIMED_OUT else CancelledError())
+        elif kind:
+            own.future.set_exception(output)
+        else:
+            own.future.set_result(output)
+
+
+class _StepBars:
+    """Stands in for `pipeline.progress_bar`: tells a function of each step."""
+
+    def __init__(self, on_step: OnStep | None) -> None:
+        self.on_step = on_step
+
+    def __call__(self, iterable: Any = None, total: int | None = None) -> Any:
+        bar = _StepBar(self.on_step, len(iterable) if iterable is not None else total)
+        return bar if iterable is None else bar.over(iterable)
+
+
+class _StepBar(contextlib.AbstractContextManager["_StepBar"]):
+    def __init__(self, on_step: OnStep | None, total: int | None) -> None:
+        self.on_step = on_step
+        self.total = total
+        self.done = 0
+
+    def update(self, steps: int = 1) -> None:
+        self.done += steps
+        if self.on_step is not None:
+            self.on_step(self.done, self.total)
+
+    def over(self, iterable: Any) -> Iterator[Any]:
+        for item in iterable:
+            yield item
+            self.update()
+
+    def set_postfix(self, *args: Any, **kwargs: Any) -> None:
+        """As tqdm's; there is no room for it."""
+
+    def __exit__(self, *error: object) -> None:
+        return None
