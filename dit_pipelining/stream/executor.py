@@ -1,0 +1,50 @@
+"""StreamExecutor: runs streams through the stages of a pipeline, in one process or as one of its ranks."""
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from dit_pipelining.comm.message_link import Layout, Receiver, Sender
+from dit_pipelining.stream.head import Source, StreamHead, Tick
+from dit_pipelining.stream.links import StreamLinks
+from dit_pipelining.stream.micro_step import Header, Kind, MicroStep, decode, encode, header_length
+from dit_pipelining.stream.noise import NoiseSource
+from dit_pipelining.stream.spec import StreamSpec
+from dit_pipelining.stream.stage import StreamStage
+from dit_pipelining.stream.tail import FinishedChunk, StreamTail
+
+IDLE_SECONDS = 0.001
+"""How long the first stage sleeps while its sources have nothing."""
+
+
+def run_in_one_process(
+    stages: Sequence[StreamStage], sources: Sequence[Source], noise: NoiseSource
+) -> Iterator[FinishedChunk]:
+    """Run streams through stages that are all in this process, one after the other.
+
+    Args:
+        stages: of the pipeline, in order.
+        sources: what each stream is made of.
+        noise: the noise of chunks.
+
+    Yields:
+        finished chunks, as soon as they are: those of a stream in order.
+    """
+    spec = stages[0].spec
+    head, tail = StreamHead(spec, len(stages), noise, sources), StreamTail(spec, noise)
+    while not head.finished:
+        tick = head.next_tick()
+        if tick.step is None:
+            time.sleep(IDLE_SECONDS)
+            continue
+        for change in tick.prompts:
+            stages[0].prompts.change(*change)
+        tensors: list[torch.Tensor] = []
+        for stage in stages:
+            latents = head.latents(tick.step, tick.fresh) if stage is stages[0] else None
+            tensors = stage.execute_micro_step(tick.step, tensors, latents)
+        finished, going_on = tail.finish(tick.step, torch.cat(tensors), tick.fresh)
+        if going_on is not None:
+            head.take_back(tick.step, going_on)
+        yield from finished

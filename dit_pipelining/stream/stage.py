@@ -1,0 +1,193 @@
+"""StreamStage: one stage's blocks, their caches, and the micro-steps that run through them."""
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel
+from torch import nn
+
+from dit_pipelining.capture.graph import BlockGraph
+from dit_pipelining.capture.signature import MADE
+from dit_pipelining.errors import InputError
+from dit_pipelining.lowering.split import SplitModel
+from dit_pipelining.stream.attention import Passes, make_causal
+from dit_pipelining.stream.kv_cache import DistributedKVCache
+from dit_pipelining.stream.micro_step import MicroStep
+from dit_pipelining.stream.prompts import Prompts
+from dit_pipelining.stream.spec import TRAIN_TIMESTEPS, StreamSpec
+
+Layout = tuple[tuple[int, ...], torch.dtype]
+
+TIMED_STEPS = 256
+"""Micro-steps whose times a stage remembers."""
+
+
+class StreamStage:
+    """Runs the micro-steps of one stage.
+
+    Args:
+        split: the model in stages.
+        index: of this stage.
+        spec: of the streams.
+        shape: of the latents of one chunk, (1, channels, frames, height, width).
+        prompts: what each stream shows, on this rank.
+        caches: of this stage's blocks.
+        device: of this stage.
+        batched: all rows of a micro-step in one batch. False: one after the other, for bits that do not depend on what else
+            is in flight, since kernels round batches differently.
+
+    Attributes:
+        times: of micro-steps: rows, and seconds or a pair of CUDA events.
+    """
+
+    def __init__(
+        self,
+        split: SplitModel,
+        index: int,
+        spec: StreamSpec,
+        shape: Sequence[int],
+        prompts: Prompts,
+        caches: DistributedKVCache,
+        device: torch.device,
+        batched: bool = True,
+    ) -> None:
+        check_model(split.model, spec, shape)
+        self.spec = spec
+        self.shape = tuple(shape)
+        self.prompts = prompts
+        self.caches = caches
+        self.device = device
+        self.batched = batched
+        self.dtype = split.model.dtype
+        self.times: deque[tuple[int, Any]] = deque(maxlen=TIMED_STEPS)
+        self._passes = Passes(spec)
+        self.rebuild(split, index)
+
+    def rebuild(self, split: SplitModel, index: int) -> None:
+        """Take another share of the blocks; their caches are there already."""
+        self.split = split
+        self.module = split.stages[index]
+        self.times.clear()
+        names = self.block_names(index)
+        blocks = [split.model.get_submodule(name) for name in names]
+        self._graphs = {count: self._resolve(count) for count in self._batch_sizes()}
+        make_causal(blocks, [self.caches.of(name) for name in names], self._passes)
+        if index and any("hidden_states" in program.inputs for program in self.module.programs.values()):
+            raise InputError("a stage behind the first one reads the latents, which it does not get.")
+
+    def block_names(self, index: int) -> list[str]:
+        """The blocks of a stage."""
+        start, end = self.split.partition.ranges[index]
+        return [str(node.target) for node in self.split.graph.blocks[start:end]]
+
+    def received(self, count: int) -> list[Layout]:
+        """Shapes and dtypes of the tensors that come from the stage before, for `count` rows."""
+        parts = [count] if self.batched else [1] * count
+        return [(v.wire_shape, v.dtype) for part in parts for v in self.module.received(self._graphs[part])]
+
+    def execute_micro_step(
+        self, step: MicroStep, received: Sequence[torch.Tensor], latents: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """Run the rows of one tick.
+
+        Args:
+            step: the rows.
+            received: what the stage before sent; empty for the first one.
+            latents: of the rows, (rows, channels, frames, height, width); for the first stage.
+
+        Returns:
+            what the next stage receives; from the last stage the flow of the rows, shaped like `latents`.
+        """
+        started = self._now()
+        parts = [step]
+        if not self.batched:
+            pairs = zip(step.rows, step.facts, strict=True)
+            parts = [MicroStep(step.tick, (row,), (facts,)) for row, facts in pairs]
+        per_part = len(received) // len(parts)
+        outputs: list[torch.Tensor] = []
+        for number, part in enumerate(parts):
+            own = received[number * per_part : (number + 1) * per_part]
+            rows = None if latents is None else latents if self.batched else latents[number : number + 1]
+            outputs += self._run(part, own, rows)
+        self.times.append((len(step.rows), (started, self._now())))
+        return outputs
+
+    def seconds(self) -> list[tuple[int, float]]:
+        """Rows and seconds of the micro-steps that are remembered; on CUDA, waits for the device."""
+        if self.device.type != "cuda":
+            return [(count, end - start) for count, (start, end) in self.times]
+        torch.cuda.synchronize(self.device)
+        return [(count, start.elapsed_time(end) / 1e3) for count, (start, end) in self.times]
+
+    def _run(
+        self, step: MicroStep, received: Sequence[torch.Tensor], latents: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        self._passes.begin(step)
+        try:
+            graph = self._graphs[len(step.rows)]
+            return self.module.run(graph, received, self._leaves(step, latents))
+        finally:
+            self._passes.end()
+
+    def _leaves(self, step: MicroStep, latents: torch.Tensor | None) -> Mapping[str, Any]:
+        times = [
+            self.spec.sigma(row.level, facts.noise_scale) * TRAIN_TIMESTEPS
+            for row, facts in zip(step.rows, step.facts, strict=True)
+        ]
+        text = self.prompts.of(step.rows).to(self.dtype)
+        leaves: dict[str, Any] = {"timestep": self._timestep(tuple(times)), "encoder_hidden_states": text, MADE: {}}
+        if latents is not None:
+            leaves["hidden_states"] = latents.to(self.dtype)
+        return leaves
+
+    def _timestep(self, times: tuple[float, ...]) -> torch.Tensor:
+        return torch.tensor(times, dtype=torch.float32).to(self.device, non_blocking=True)
+
+    def _batch_sizes(self) -> range:
+        return range(1, self.spec.max_rows + 1) if self.batched else range(1, 2)
+
+    def _resolve(self, count: int) -> BlockGraph:
+        """The captured forward for this many rows."""
+        text = self.prompts.example
+        inputs = {
+            "hidden_states": torch.zeros((count, *self.shape[1:]), dtype=self.dtype, device=self.device),
+            "timestep": self._timestep((0.0,) * count),
+            "encoder_hidden_states": text.new_zeros((count, *text.shape[1:])).to(self.dtype),
+            "return_dict": False,
+        }
+        return self.split.resolve(inputs)[0]
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
+
+
+def check_model(model: nn.Module, spec: StreamSpec, shape: Sequence[int]) -> None:
+    """Check that a model can be made causal, and that chunks of this shape fit it.
+
+    Raises:
+        InputError: says what does not fit.
+    """
+    if not isinstance(model, WanTransformer3DModel):
+        raise InputError(
+            f"{type(model).__name__} cannot stream yet: only WanTransformer3DModel has a causal attention with rolling keys "
+            "and values (dit_pipelining/stream/attention.py)."
+        )
+    config: Any = model.config
+    if config.added_kv_proj_dim is not None:
+        raise InputError("this Wan takes image embeddings; streams are made from text and video only.")
+    _, channels, frames, height, width = shape
+    patch = config.patch_size
+    if channels != config.in_channels or config.in_channels != config.out_channels:
+        raise InputError(
+            f"chunks have {channels} channels, the model takes {config.in_channels} and gives {config.out_channels}."
+        )
+    if frames != spec.frames_per_chunk or patch[0] != 1 or height % patch[1] or width % patch[2]:
+        raise InputError(
+            f"a chunk of {frames}x{height}x{width} latents cannot be cut into patches of {'x'.join(map(str, patch))}; "
+            f"chunks have {spec.frames_per_chunk} frames."
+        )

@@ -1,0 +1,57 @@
+"""Builds the stages of a stream in this process, as the tests use them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel
+
+from dit_pipelining.api import split_model
+from dit_pipelining.stream.executor import run_in_one_process
+from dit_pipelining.stream.head import StreamInput
+from dit_pipelining.stream.kv_cache import DistributedKVCache
+from dit_pipelining.stream.noise import NoiseSource
+from dit_pipelining.stream.prompts import Prompts
+from dit_pipelining.stream.spec import StreamSpec
+from dit_pipelining.stream.stage import StreamStage
+from dit_pipelining.stream.tail import FinishedChunk
+from tests.stream import reference
+
+CPU = torch.device("cpu")
+
+
+def stages(
+    model: WanTransformer3DModel, spec: StreamSpec, counts: Sequence[int], batched: bool = True, prompts: Any = None
+) -> list[StreamStage]:
+    dtype = model.dtype
+    example = dict(
+        hidden_states=torch.zeros(reference.SHAPE, dtype=dtype),
+        timestep=torch.zeros(1),
+        encoder_hidden_states=torch.zeros(reference.TEXT, dtype=dtype),
+        return_dict=False,
+    )
+    split = split_model(model, len(counts), example, counts=counts)
+    own = prompts or [reference.text(10 + stream, dtype) for stream in range(spec.streams)]
+    known = Prompts(own, reference.text(99, dtype), in_flight=spec.passes * len(counts))
+    caches = DistributedKVCache(spec)
+    return [
+        StreamStage(split, index, spec, reference.SHAPE, known, caches, CPU, batched) for index in range(len(counts))
+    ]
+
+
+def noise(dtype: torch.dtype) -> NoiseSource:
+    return NoiseSource(0, reference.SHAPE, torch.float64 if dtype == torch.float64 else torch.float32, CPU)
+
+
+def run(
+    made: Sequence[StreamStage], inputs: Sequence[Sequence[StreamInput]]
+) -> tuple[list[list[torch.Tensor]], list[FinishedChunk]]:
+    """Finished latents of each stream, and everything in the order in which it came."""
+    sources = [iter(own) for own in inputs]
+    with torch.no_grad():
+        finished = list(run_in_one_process(made, sources, noise(made[0].dtype)))
+    streams: list[list[torch.Tensor]] = [[] for _ in inputs]
+    for chunk in finished:
+        assert chunk.index == len(streams[chunk.stream])
+        streams[chunk.stream].append(chunk.latents)
+    return streams, finished
