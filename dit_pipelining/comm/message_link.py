@@ -196,10 +196,7 @@ class Receiver:
         try:
             number, last = 0, False
             while not last:
-                header = torch.empty(self._length, dtype=torch.float64)
-                work = dist.irecv(header, self.direction.source, group=self.direction.headers)
-                assert work is not None  # this rank is in the group
-                work.wait()
+                header = _receive_header(self.direction, self._length)
                 last = self._is_last(header)
                 buffer = self._buffers[number % BUFFERS]
                 number += 1
@@ -221,19 +218,36 @@ class Receiver:
         for (shape, dtype), size in zip(layouts, sizes, strict=True):
             part = buffer.memory[offset : offset + torch.Size(shape).numel() * dtype.itemsize]
             tensors.append(part.view(dtype).view(shape))
-            works.append(self._post(tensors[-1]))
+            works.append(_start_receive(self.direction, tensors[-1]))
             offset += size
         for work in works:
             work.wait()
         return tensors
 
-    def _post(self, tensor: torch.Tensor) -> "dist.Work | Transfer":
-        own = self.direction
-        if own.backend == "gloo":
-            return start_receive(tensor, lambda part: dist.irecv(part, own.source, group=own.data))
-        work = dist.irecv(tensor, own.source, group=own.data)
-        assert work is not None  # this rank is in the group
-        return work
+
+def receive_one(direction: Direction, header_length: int, layouts: Sequence[Layout], device: torch.device) -> list[Any]:
+    """The tensors of one message, for directions that are used now and then: received when they are asked for."""
+    _receive_header(direction, header_length)
+    tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in layouts]
+    for work in [_start_receive(direction, tensor) for tensor in tensors]:
+        work.wait()
+    return tensors
+
+
+def _receive_header(direction: Direction, length: int) -> torch.Tensor:
+    header = torch.empty(length, dtype=torch.float64)
+    work = dist.irecv(header, direction.source, group=direction.headers)
+    assert work is not None  # this rank is in the group
+    work.wait()
+    return header
+
+
+def _start_receive(direction: Direction, tensor: torch.Tensor) -> "dist.Work | Transfer":
+    if direction.backend == "gloo":
+        return start_receive(tensor, lambda part: dist.irecv(part, direction.source, group=direction.data))
+    work = dist.irecv(tensor, direction.source, group=direction.data)
+    assert work is not None  # this rank is in the group
+    return work
 
 
 @contextmanager

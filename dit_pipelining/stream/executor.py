@@ -1,16 +1,12 @@
-"""StreamExecutor: runs streams through the stages of a pipeline, in one process or as one of its ranks."""
+"""Runs streams through the stages of a pipeline that are all in this process."""
 
 import time
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from dit_pipelining.comm.message_link import Layout, Receiver, Sender
-from dit_pipelining.stream.head import Source, StreamHead, Tick
-from dit_pipelining.stream.links import StreamLinks
-from dit_pipelining.stream.micro_step import Header, Kind, MicroStep, decode, encode, header_length
+from dit_pipelining.stream.head import Source, StreamHead
 from dit_pipelining.stream.noise import NoiseSource
-from dit_pipelining.stream.spec import StreamSpec
 from dit_pipelining.stream.stage import StreamStage
 from dit_pipelining.stream.tail import FinishedChunk, StreamTail
 

@@ -126,6 +126,10 @@ class StreamHead:
                 made[key] = self._ready.pop(key)
         return torch.cat([made[row.stream, row.chunk] for row in step.rows])
 
+    def has_latents(self, step: MicroStep) -> bool:
+        """Whether everything has been taken back that the rows of a step need."""
+        return all(row.level == 0 or (row.stream, row.chunk) in self._ready for row in step.rows)
+
     def take_back(self, step: MicroStep, latents: torch.Tensor) -> None:
         """What the last stage made of the rows that pass on to another level, in their order."""
         going_on = returned_rows(step, self.spec)
@@ -148,7 +152,7 @@ class StreamHead:
                 continue
             chunk = self._chunks[stream]
             start = Start(stream, chunk, self.tick)
-            facts = ChunkFacts(self._noise_scale(given), given.first or chunk == 0)
+            facts = ChunkFacts(self._noise_scale(given), given.first or chunk == 0, given.latents is not None)
             self._in_flight.append(_InFlight(start, facts))
             self._chunks[stream] += 1
             self._earliest[stream] = next_start(start, self.num_stages, self.spec)
@@ -181,6 +185,12 @@ def first_latents(row: Row, facts: ChunkFacts, given: torch.Tensor | None, noise
 def returned_rows(step: MicroStep, spec: StreamSpec) -> list[Row]:
     """The rows of a step that go on to another pass: one for both branches of guidance."""
     return [row for row in step.rows if row.branch == 0 and row.level < spec.passes - 1]
+
+
+def given_streams(step: MicroStep) -> list[int]:
+    """The streams whose source gave latents for a first pass in this step, in the order of `Tick.fresh`."""
+    pairs = zip(step.rows, step.facts, strict=True)
+    return [row.stream for row, facts in pairs if row.branch == 0 and row.level == 0 and facts.given]
 
 
 def endless(make: Callable[[], StreamInput] = StreamInput) -> Source:

@@ -10,7 +10,7 @@ from dit_pipelining.stream.schedule import Row
 from dit_pipelining.stream.spec import StreamSpec
 
 FIXED = 4
-PER_ROW = 6
+PER_ROW = 7
 
 
 class Kind(enum.IntEnum):
@@ -18,7 +18,7 @@ class Kind(enum.IntEnum):
 
     ROWS = 0
     PROMPT = 1
-    REPARTITION = 2
+    REBALANCE = 2
     IDLE = 3
     END = 4
 
@@ -30,10 +30,12 @@ class ChunkFacts:
     Attributes:
         noise_scale: sigma of the first level.
         first: nothing earlier is seen: the stream starts here, anew perhaps.
+        given: whether the source gave latents for it.
     """
 
     noise_scale: float
     first: bool
+    given: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class Header:
     Attributes:
         kind: what follows.
         micro_step: for `ROWS`.
-        numbers: for other kinds: stream and first chunk of a `PROMPT`.
+        numbers: for other kinds: stream and first chunk of a `PROMPT`; blocks per stage for a `REBALANCE`, or none, to
+            let the measured times decide.
     """
 
     kind: Kind
@@ -77,7 +80,7 @@ def encode(header: Header, length: int) -> torch.Tensor:
     body: list[float] = list(header.numbers)
     if step is not None:
         for row, facts in zip(step.rows, step.facts, strict=True):
-            body += [row.branch, row.stream, row.level, row.chunk, facts.noise_scale, facts.first]
+            body += [row.branch, row.stream, row.level, row.chunk, facts.noise_scale, facts.first, facts.given]
     count = len(step.rows) if step is not None else len(header.numbers)
     values = [float(header.kind), float(step.tick if step is not None else 0), float(count), 0.0, *map(float, body)]
     return torch.tensor(values + [0.0] * (length - len(values)), dtype=torch.float64)
@@ -91,7 +94,7 @@ def decode(numbers: torch.Tensor) -> Header:
         return Header(kind, numbers=tuple(int(value) for value in values[FIXED : FIXED + count]))
     rows, facts = [], []
     for i in range(count):
-        branch, stream, level, chunk, noise_scale, first = values[FIXED + PER_ROW * i : FIXED + PER_ROW * (i + 1)]
+        branch, stream, level, chunk, noise_scale, first, given = values[FIXED + PER_ROW * i : FIXED + PER_ROW * (i + 1)]
         rows.append(Row(int(branch), int(stream), int(level), int(chunk)))
-        facts.append(ChunkFacts(noise_scale, bool(first)))
+        facts.append(ChunkFacts(noise_scale, bool(first), bool(given)))
     return Header(kind, MicroStep(tick, tuple(rows), tuple(facts)))

@@ -1,17 +1,21 @@
 """Builds the stages of a stream in this process, as the tests use them."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from diffusers import WanTransformer3DModel
 
 from dit_pipelining.api import split_model
 from dit_pipelining.stream.executor import run_in_one_process
 from dit_pipelining.stream.head import StreamInput
 from dit_pipelining.stream.kv_cache import DistributedKVCache
+from dit_pipelining.stream.links import make_stream_links
 from dit_pipelining.stream.noise import NoiseSource
 from dit_pipelining.stream.prompts import Prompts
+from dit_pipelining.stream.rank import StreamRank
 from dit_pipelining.stream.spec import StreamSpec
 from dit_pipelining.stream.stage import StreamStage
 from dit_pipelining.stream.tail import FinishedChunk
@@ -55,3 +59,12 @@ def run(
         assert chunk.index == len(streams[chunk.stream])
         streams[chunk.stream].append(chunk.latents)
     return streams, finished
+
+
+def rank(model: WanTransformer3DModel, spec: StreamSpec, counts: Sequence[int], prompts: Any = None) -> StreamRank:
+    """This rank's part of a pipeline over all ranks of the group; rows run one by one."""
+    timeout = timedelta(seconds=30)
+    links = make_stream_links(range(len(counts)), None, timeout, "gloo")
+    own = dist.get_rank()
+    stage = stages(model, spec, counts, batched=False, prompts=prompts)[own]
+    return StreamRank(stage, own, len(counts), links, noise(model.dtype), timeout.total_seconds())

@@ -1,0 +1,156 @@
+"""StreamBatchScheduler: how many levels, streams and frames per chunk meet a frame rate and a latency."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from dit_pipelining.errors import ConfigError
+from dit_pipelining.stream.schedule import Row, Start, rows
+from dit_pipelining.stream.simulation import Forecast, StageCost, fit_cost, simulate
+from dit_pipelining.stream.spec import StreamSpec
+
+FRAMES_PER_LATENT = 4
+
+
+@dataclass(frozen=True)
+class StreamChoice:
+    """A configuration and what it is expected to give.
+
+    Attributes:
+        spec: of the streams.
+        guidance: how both branches of guidance run: `"rows"` of one batch, `"replicas"`: a pipeline for each branch, or
+            None without guidance.
+        fps: frames per second of each stream.
+        latency: seconds from a chunk's start to its end.
+        first_frame: seconds until the first frame.
+        busy: share of the time that each stage works.
+    """
+
+    spec: StreamSpec
+    guidance: str | None
+    fps: float
+    latency: float
+    first_frame: float
+    busy: tuple[float, ...]
+
+
+class StreamBatchScheduler:
+    """Chooses a stream's configuration by playing it through with measured costs.
+
+    Args:
+        stages: what a tick costs on each stage, with chunks of `measured.frames_per_chunk` frames.
+        measured: the spec that the costs were measured with.
+        frames_per_latent: of the VAE.
+        replicas: pipelines of these stages; with two, each can take one branch of guidance.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageCost],
+        measured: StreamSpec,
+        *,
+        frames_per_latent: int = FRAMES_PER_LATENT,
+        replicas: int = 1,
+    ) -> None:
+        if not stages:
+            raise ConfigError("stages is empty; give the cost of each stage, from simulation.fit_cost.")
+        self.stages = tuple(stages)
+        self.measured = measured
+        self.frames_per_latent = frames_per_latent
+        self.replicas = replicas
+
+    @classmethod
+    def from_samples(
+        cls, samples: Sequence[Sequence[tuple[int, float]]], measured: StreamSpec, **more: int
+    ) -> "StreamBatchScheduler":
+        """From rows and seconds of micro-steps, by stage (`StreamStage.seconds`)."""
+        return cls([fit_cost(own) for own in samples], measured, **more)
+
+    def forecast(self, spec: StreamSpec, guidance: str | None = None) -> StreamChoice:
+        """What a spec would give on these stages."""
+        share = spec.frames_per_chunk / self.measured.frames_per_chunk
+        stages = [
+            # The work of a row grows with its tokens; a tick's fixed part does not.
+            replace(
+                own, per_row=own.per_row * share, per_start=own.per_start * share, per_finish=own.per_finish * share
+            )
+            for own in self.stages
+        ]
+        played = replace(spec, guidance_scale=1.0) if guidance == "replicas" else spec
+        found: Forecast = simulate(played, stages)
+        frames = spec.frames_per_chunk * self.frames_per_latent
+        return StreamChoice(
+            spec, guidance, found.chunks_per_second * frames, found.latency, found.first_chunk, found.busy
+        )
+
+    def compute_optimal_config(
+        self,
+        target_fps: float,
+        max_latency: float | None = None,
+        *,
+        levels: Iterable[Sequence[float]] | None = None,
+        streams: Iterable[int] = (1,),
+        frames_per_chunk: Iterable[int] | None = None,
+    ) -> StreamChoice:
+        """The configuration with most levels that meets both goals; among those most streams, then the lowest latency.
+
+        Args:
+            target_fps: frames per second that each stream needs.
+            max_latency: seconds from a chunk's start to its end, at most.
+            levels: lists of noise levels to choose from. Default: the first 1, 2, ... of the measured spec, evenly chosen.
+            streams: numbers of streams to choose from.
+            frames_per_chunk: latent frames to choose from. Default: those of the measured spec.
+
+        Raises:
+            ConfigError: no choice meets both; says what comes nearest.
+        """
+        measured = self.measured
+        choices = []
+        lists = [fewer_levels(measured.levels, n) for n in range(1, measured.num_levels + 1)] if levels is None else levels
+        frames = [measured.frames_per_chunk] if frames_per_chunk is None else list(frames_per_chunk)
+        for own_levels, own_streams, own_frames in product(list(lists), list(streams), frames):
+            spec = replace(
+                measured,
+                levels=tuple(own_levels),
+                streams=own_streams,
+                frames_per_chunk=own_frames,
+                window=_whole_chunks(measured.window, own_frames),
+                sinks=_whole_chunks(measured.sinks, own_frames),
+            )
+            choices += [self.forecast(spec, guidance) for guidance in self._ways_of_guidance(spec)]
+        good = [own for own in choices if own.fps >= target_fps and own.latency <= (max_latency or float("inf"))]
+        if not good:
+            near = max(choices, key=lambda own: (own.fps >= target_fps, min(own.fps, target_fps), -own.latency))
+            wanted = f"{target_fps:g} frames/s" + (f" within {max_latency:g} s" if max_latency is not None else "")
+            raise ConfigError(
+                f"no choice gives {wanted} on these {len(self.stages)} stages. Nearest is {describe(near)}. Take more stages, "
+                "fewer streams, smaller pictures, or other goals."
+            )
+        return max(good, key=lambda own: (own.spec.num_levels, own.spec.streams, -own.latency, own.fps))
+
+    def schedule_micro_step(self, tick: int, spec: StreamSpec, starts: Iterable[Start]) -> list[Row]:
+        """The rows of a tick on these stages, as `schedule.rows` gives them."""
+        return rows(tick, len(self.stages), spec, starts)
+
+    def _ways_of_guidance(self, spec: StreamSpec) -> list[str | None]:
+        if spec.branches == 1:
+            return [None]
+        return ["rows", "replicas"] if self.replicas > 1 else ["rows"]
+
+
+def fewer_levels(levels: Sequence[float], count: int) -> tuple[float, ...]:
+    """`count` of the levels, the first one among them, evenly chosen."""
+    return tuple(levels[i * len(levels) // count] for i in range(count))
+
+
+def describe(choice: StreamChoice) -> str:
+    """A choice in words."""
+    spec = choice.spec
+    return (
+        f"{spec.num_levels} levels, {spec.streams} streams and {spec.frames_per_chunk} latent frames per chunk with "
+        f"{choice.fps:.1f} frames/s and a latency of {choice.latency:.2f} s"
+    )
+
+
+def _whole_chunks(frames: int, per_chunk: int) -> int:
+    return -(-frames // per_chunk) * per_chunk

@@ -1,0 +1,56 @@
+"""A stream over ranks equals the sequential reference on the unsplit diffusers model, bit for bit."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dit_pipelining.stream.head import PENDING, StreamInput
+from dit_pipelining.stream.spec import StreamSpec
+from tests.distributed import RankPool
+from tests.stream import harness, reference
+
+CHUNKS = 6
+PROMPTS = {0: 10, 3: 20}
+SCALES = [1.0, 0.9, 0.7, 0.95, 1.0, 0.5]
+
+
+def spec(**more: Any) -> StreamSpec:
+    return StreamSpec(**{**dict(levels=(1.0, 0.7, 0.4), frames_per_chunk=2, window=2, sinks=2), **more})
+
+
+def source(own: StreamSpec, stream: int) -> Any:
+    """A changed video, with a new prompt in the middle and a source that is late at times."""
+    for chunk, latents in enumerate(reference.video(CHUNKS, seed=stream)):
+        if chunk % 2:
+            yield PENDING
+        prompt = reference.text(PROMPTS[chunk]) if chunk in PROMPTS and chunk else None
+        yield StreamInput(latents, SCALES[chunk], prompt)
+
+
+def streamed(own: StreamSpec, counts: tuple[int, ...]) -> list[tuple[int, int, torch.Tensor]]:
+    prompts = [reference.text(10)] * own.streams
+    rank = harness.rank(reference.model(), own, counts, prompts)
+    finished = list(rank.run([source(own, stream) for stream in range(own.streams)]))
+    assert (len(finished) == 0) == (dist.get_rank() < len(counts) - 1)
+    return [(chunk.stream, chunk.index, chunk.latents) for chunk in finished]
+
+
+@pytest.mark.parametrize(
+    ("own", "counts"),
+    [
+        (spec(), (3, 1)),
+        (spec(streams=2, guidance_scale=2.0), (1, 2, 1)),
+        (spec(policy="clean", streams=3), (2, 1, 1)),
+    ],
+)
+def test_a_stream_over_ranks_is_the_reference(ranks: RankPool, own: StreamSpec, counts: tuple[int, ...]) -> None:
+    finished = ranks.run(len(counts), streamed, own, counts)[-1]
+    known = reference.Reference(reference.model(), own)
+    prompts = {chunk: reference.text(seed) for chunk, seed in PROMPTS.items()}
+    for stream in range(own.streams):
+        expected = known.run(stream, CHUNKS, prompts, reference.text(99), reference.video(CHUNKS, seed=stream), SCALES)
+        own_chunks = [(index, latents) for number, index, latents in finished if number == stream]
+        assert [index for index, _ in own_chunks] == list(range(CHUNKS))
+        assert all(torch.equal(one, other) for (_, one), other in zip(own_chunks, expected, strict=True))
