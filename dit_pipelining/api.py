@@ -26,6 +26,8 @@ from dit_pipelining.runtime.executor import check_counts
 from dit_pipelining.runtime.parallel import from_checkpoint, from_memory, spread
 from dit_pipelining.runtime.requests import OnOutput, run_requests
 from dit_pipelining.runtime.serving import RequestQueue
+from dit_pipelining.stream.session import VideoStream
+from dit_pipelining.stream.spec import StreamSpec
 from dit_pipelining.weights.load import check_tensors
 from dit_pipelining.weights.pipelines import (
     DtypeChoice,
@@ -44,10 +46,13 @@ from partitioners import Component, Partitioner
 __all__ = [
     "ParallelConfig",
     "SplitModel",
+    "StreamSpec",
+    "VideoStream",
     "generate",
     "launch",
     "load_config",
     "load_pipeline",
+    "open_stream",
     "parallelize",
     "serve",
     "split_model",
@@ -299,3 +304,31 @@ def serve(pipeline: Any, *, max_in_flight: int | None = None, max_waiting: int =
         raise
     finally:
         queue.close()
+
+
+def open_stream(
+    pipeline: Any,
+    spec: StreamSpec | None = None,
+    *,
+    height: int,
+    width: int,
+    prompt: str | Sequence[str],
+    **options: Any,
+) -> VideoStream:
+    """Make a stream of video of a pipeline: chunk after chunk, all noise levels of different chunks in flight.
+
+    Every rank opens it, and iterates over `stream.run()`; the last stage's rank gets the frames. The pipeline must not be
+    called otherwise meanwhile, and its transformer attends causally from now on while the stream runs.
+
+    Args:
+        pipeline: a Wan text-to-video pipeline from `load_pipeline` or `parallelize`, or a plain one, which is one stage.
+        spec: noise levels, frames per chunk, and what a chunk sees of earlier ones. Default: `StreamSpec()`.
+        height: of the frames in pixels.
+        width: of the frames in pixels.
+        prompt: of all streams, or one for each.
+        options: `negative_prompt`, `seed`, `batched`, `max_sequence_length`, as `VideoStream` describes them.
+
+    Raises:
+        InputError, ConfigError: the pipeline cannot stream, or the sizes do not fit it; says why.
+    """
+    return VideoStream(pipeline, spec or StreamSpec(), height=height, width=width, prompt=prompt, **options)

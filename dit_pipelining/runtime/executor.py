@@ -80,9 +80,13 @@ class TransformerExecutor:
         kwargs = resolved(dict(kwargs))
         parts = [part for own in self._over_replicas.cut(kwargs) for part in self._along_stages.cut(own)]
         self._idle.see(self.rolling.turns, len(parts))
-        split = self.split or self._split(parts[0])
+        split = self.split_for(parts[0])
         calls = [split.resolve(part) for part in parts]
         return merge(self._run_gpipe(calls) if self._gpipe is not None else [self._submit(*call) for call in calls])
+
+    def split_for(self, kwargs: Mapping[str, Any]) -> SplitModel:
+        """The model in stages, cut for a call with these arguments if it has not been cut yet."""
+        return self.split or self._split(kwargs)
 
     def _fits(self, whole: Mapping[str, Any], part: Mapping[str, Any], size: int) -> bool:
         """Whether the forward takes these inputs of a smaller batch, and does its share of the whole with them."""

@@ -47,6 +47,7 @@ class Rolling:
         self.mesh = mesh
         self.device = device
         self.guard = guard
+        self.transport = transport
         self.turns = Turns()
         self._free_streams: list[torch.cuda.Stream] = []
         self._timeout = timeout.total_seconds()

@@ -54,7 +54,9 @@ class Passes:
                 )
         written = tuple(cache.pointers[index].written for index in indices)
         if written not in self._plans:
-            self._plans[written] = _Plan.of(indices, [place_of(count, self.spec) for count in written], rotary, self.spec)
+            self._plans[written] = _Plan.of(
+                indices, [place_of(count, self.spec) for count in written], rotary, self.spec
+            )
         return self._plans[written]
 
     def keep(self, cache: RollingKVCache) -> None:
@@ -171,7 +173,9 @@ def rotary_table(rotary: Table, first_frame: int, frames: int, chunks: int) -> T
     for own in rotary:
         channels, tokens = own.shape[-1], own.shape[1]
         time_channels = channels - 4 * (channels // 6)  # as WanRotaryPosEmbed divides them
-        parts.append((own[..., time_channels:].expand(chunks, -1, -1, -1).reshape(1, chunks * tokens, 1, -1), time_channels))
+        parts.append(
+            (own[..., time_channels:].expand(chunks, -1, -1, -1).reshape(1, chunks * tokens, 1, -1), time_channels)
+        )
     device, tokens = rotary[0].device, rotary[0].shape[1]
     positions = torch.arange(first_frame, first_frame + frames * chunks, dtype=torch.float64, device=device)
     angles = get_1d_rotary_pos_embed(
@@ -213,6 +217,7 @@ class CausalSelfAttention:
         self.cache = cache
         self.plain = plain
 
+    @torch.compiler.disable  # in a compiled block the caches and their pointers stay plain Python
     def __call__(
         self,
         attn: Any,
@@ -247,20 +252,19 @@ class CausalSelfAttention:
         for sinks in plan.sinks:
             end = sinks.first + sinks.count
             keys[sinks.first : end, : raw_sinks.shape[1]] = rotate(raw_sinks[sinks.first : end], sinks.table)
-        attended = [self._attend(query, group, tokens) for group in plan.groups]
+        attended = [self._attend(query, keys, values, group) for group in plan.groups]
         self.passes.keep(self.cache)
         hidden_states = (attended[0] if len(attended) == 1 else torch.cat(attended)).flatten(2, 3).type_as(query)
         hidden_states = attn.to_out[1](attn.to_out[0](hidden_states))
         return hidden_states
 
-    def _attend(self, query: torch.Tensor, group: _Group, tokens: int) -> torch.Tensor:
-        assert self.cache.keys is not None and self.cache.values is not None
+    def _attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _Group) -> torch.Tensor:
         caches = slice(group.first_cache, group.first_cache + group.count)
-        seen = group.seen * tokens
+        seen = group.seen * query.shape[1]
         attended: torch.Tensor = dispatch_attention_fn(
             query[group.first_row : group.first_row + group.count],
-            self.cache.keys[caches, :seen],
-            self.cache.values[caches, :seen],
+            keys[caches, :seen],
+            values[caches, :seen],
             backend=getattr(self.plain, "_attention_backend", None),
         )
         return attended

@@ -106,7 +106,9 @@ class StreamBatchScheduler:
         """
         measured = self.measured
         choices = []
-        lists = [fewer_levels(measured.levels, n) for n in range(1, measured.num_levels + 1)] if levels is None else levels
+        lists = (
+            [fewer_levels(measured.levels, n) for n in range(1, measured.num_levels + 1)] if levels is None else levels
+        )
         frames = [measured.frames_per_chunk] if frames_per_chunk is None else list(frames_per_chunk)
         for own_levels, own_streams, own_frames in product(list(lists), list(streams), frames):
             spec = replace(

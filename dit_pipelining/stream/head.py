@@ -1,6 +1,6 @@
 """StreamHead: what the first stage adds: which chunks start when, and the latents of the rows."""
 
-from collections import deque
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,8 +91,11 @@ class StreamHead:
         return not self._in_flight and all(source is None for source in self._sources)
 
     def next_tick(self) -> Tick:
-        """Go on to the next tick at which there are rows; a tick without a step if the sources have nothing and nothing is
-        in flight."""
+        """Go on to the next tick at which there are rows.
+
+        Returns:
+            a tick without a step if the sources have nothing and nothing is in flight.
+        """
         while not self.finished:
             prompts, fresh, waiting = self._start_chunks()
             found = rows(self.tick, self.num_stages, self.spec, [own.start for own in self._in_flight])
@@ -152,7 +155,8 @@ class StreamHead:
                 continue
             chunk = self._chunks[stream]
             start = Start(stream, chunk, self.tick)
-            facts = ChunkFacts(self._noise_scale(given), given.first or chunk == 0, given.latents is not None)
+            is_first = given.first or chunk == 0
+            facts = ChunkFacts(self._noise_scale(given), is_first, given.latents is not None, time.time())
             self._in_flight.append(_InFlight(start, facts))
             self._chunks[stream] += 1
             self._earliest[stream] = next_start(start, self.num_stages, self.spec)

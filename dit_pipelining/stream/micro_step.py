@@ -10,7 +10,7 @@ from dit_pipelining.stream.schedule import Row
 from dit_pipelining.stream.spec import StreamSpec
 
 FIXED = 4
-PER_ROW = 7
+PER_ROW = 8
 
 
 class Kind(enum.IntEnum):
@@ -31,11 +31,13 @@ class ChunkFacts:
         noise_scale: sigma of the first level.
         first: nothing earlier is seen: the stream starts here, anew perhaps.
         given: whether the source gave latents for it.
+        started: when its source gave it, as `time.time()` counts.
     """
 
     noise_scale: float
     first: bool
     given: bool = False
+    started: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,16 @@ def encode(header: Header, length: int) -> torch.Tensor:
     body: list[float] = list(header.numbers)
     if step is not None:
         for row, facts in zip(step.rows, step.facts, strict=True):
-            body += [row.branch, row.stream, row.level, row.chunk, facts.noise_scale, facts.first, facts.given]
+            body += [
+                row.branch,
+                row.stream,
+                row.level,
+                row.chunk,
+                facts.noise_scale,
+                facts.first,
+                facts.given,
+                facts.started,
+            ]
     count = len(step.rows) if step is not None else len(header.numbers)
     values = [float(header.kind), float(step.tick if step is not None else 0), float(count), 0.0, *map(float, body)]
     return torch.tensor(values + [0.0] * (length - len(values)), dtype=torch.float64)
@@ -94,7 +105,9 @@ def decode(numbers: torch.Tensor) -> Header:
         return Header(kind, numbers=tuple(int(value) for value in values[FIXED : FIXED + count]))
     rows, facts = [], []
     for i in range(count):
-        branch, stream, level, chunk, noise_scale, first, given = values[FIXED + PER_ROW * i : FIXED + PER_ROW * (i + 1)]
+        branch, stream, level, chunk, noise_scale, first, given = values[
+            FIXED + PER_ROW * i : FIXED + PER_ROW * (i + 1)
+        ]
         rows.append(Row(int(branch), int(stream), int(level), int(chunk)))
         facts.append(ChunkFacts(noise_scale, bool(first), bool(given)))
     return Header(kind, MicroStep(tick, tuple(rows), tuple(facts)))

@@ -15,9 +15,7 @@ class MotionNoise:
         smoothing: share of the present chunk in the average.
     """
 
-    def __init__(
-        self, least: float = 0.6, most: float = 0.9, full_motion: float = 0.2, smoothing: float = 0.3
-    ) -> None:
+    def __init__(self, least: float = 0.6, most: float = 0.9, full_motion: float = 0.2, smoothing: float = 0.3) -> None:
         self.least, self.most = least, most
         self.full_motion = full_motion
         self.smoothing = smoothing

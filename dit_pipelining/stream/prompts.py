@@ -43,7 +43,11 @@ class Prompts:
         """
         parts = [self._of(row) for row in rows]
         known = self._stacked
-        if known is None or len(known[0]) != len(parts) or any(a is not b for a, b in zip(known[0], parts, strict=True)):
+        if (
+            known is None
+            or len(known[0]) != len(parts)
+            or any(a is not b for a, b in zip(known[0], parts, strict=True))
+        ):
             known = self._stacked = (parts, torch.cat(parts))
         return known[1]
 

@@ -139,7 +139,8 @@ class StreamRank:
                             onward.send(message.header, [going_on])
                 elif kind is Kind.PROMPT:
                     prompt = message.tensors[0].clone()
-                    self.stage.prompts.change(*header.numbers, prompt)
+                    stream, chunk = header.numbers
+                    self.stage.prompts.change(stream, chunk, prompt)
                     if not is_last:
                         onward.send(message.header, [prompt])
                 else:
@@ -169,7 +170,12 @@ class StreamRank:
         end = float(Kind.END)
         self._receivers.append(
             Receiver(
-                direction, self.stage.device, self._length, layouts, lambda header: float(header[0]) == end, self.seconds
+                direction,
+                self.stage.device,
+                self._length,
+                layouts,
+                lambda header: float(header[0]) == end,
+                self.seconds,
             )
         )
         return self._receivers[-1]

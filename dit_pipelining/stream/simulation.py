@@ -53,7 +53,7 @@ class Forecast:
 
 
 def fit_cost(samples: Sequence[tuple[int, float]]) -> StageCost:
-    """a and b of a stage by least squares from measured micro-steps; samples of one size give no b.
+    """A and b of a stage by least squares from measured micro-steps; samples of one size give no b.
 
     Args:
         samples: rows and seconds.
@@ -77,8 +77,11 @@ def fit_cost(samples: Sequence[tuple[int, float]]) -> StageCost:
 
 
 def simulate(spec: StreamSpec, stages: Sequence[StageCost]) -> Forecast:
-    """Play a steady flow through the stages: stage r starts tick m when it is done with tick m - 1, the stage before is done
-    with tick m, and, for the first stage, what the last one sends back is there."""
+    """Play a steady flow through the stages.
+
+    Stage r starts tick m when it is done with tick m - 1 and the stage before is done with tick m; the first stage also
+    waits for what the last one sends back.
+    """
     num_stages = len(stages)
     edge = spec.passes * num_stages  # chunks that fill the pipeline, and as many that empty it
     starts = list(steady_starts(num_stages, spec, CHUNKS + 2 * edge))

@@ -51,7 +51,9 @@ class StreamSpec:
         numbers = all(isinstance(level, int | float) and 0 < level <= 1 for level in self.levels)
         falling = all(one > other for one, other in zip(self.levels, self.levels[1:], strict=False))
         if not self.levels or not numbers or not falling:
-            raise ConfigError(f"levels={self.levels!r}: expected falling numbers above 0 and at most 1, such as (1.0, 0.6).")
+            raise ConfigError(
+                f"levels={self.levels!r}: expected falling numbers above 0 and at most 1, such as (1.0, 0.6)."
+            )
         for name in ("window", "sinks"):
             frames = getattr(self, name)
             if not isinstance(frames, int) or isinstance(frames, bool) or frames < 0 or frames % self.frames_per_chunk:

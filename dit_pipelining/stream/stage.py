@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -61,7 +61,7 @@ class StreamStage:
         self.caches = caches
         self.device = device
         self.batched = batched
-        self.dtype = split.model.dtype
+        self.dtype: torch.dtype = cast(Any, split.model).dtype
         self.times: deque[tuple[int, Any]] = deque(maxlen=TIMED_STEPS)
         self._passes = Passes(spec)
         self.rebuild(split, index)

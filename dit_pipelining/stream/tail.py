@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from dit_pipelining.stream.head import first_latents
-from dit_pipelining.stream.micro_step import MicroStep
+from dit_pipelining.stream.micro_step import ChunkFacts, MicroStep
 from dit_pipelining.stream.noise import NoiseSource
 from dit_pipelining.stream.spec import StreamSpec
 
@@ -19,11 +19,13 @@ class FinishedChunk:
         stream: which video.
         index: number of the chunk in its stream.
         latents: clean, (1, channels, frames, height, width).
+        facts: what its source said of it.
     """
 
     stream: int
     index: int
     latents: torch.Tensor
+    facts: ChunkFacts
 
 
 class StreamTail:
@@ -64,14 +66,13 @@ class StreamTail:
             if row.level == self.spec.num_levels:
                 continue  # the pass over a finished chunk leaves keys and values only
             key = (row.stream, row.chunk)
-            if row.level == 0:
+            latents = self._latents.pop(key, None)
+            if latents is None:  # a first pass
                 latents = first_latents(row, facts, given.get(row.stream), self.noise)
-            else:
-                latents = self._latents.pop(key)
             velocity = self._guided(flow, number, len(conditional)).to(latents.dtype)
             clean = latents - self.spec.sigma(row.level, facts.noise_scale) * velocity
             if row.level == self.spec.num_levels - 1:
-                finished.append(FinishedChunk(row.stream, row.chunk, clean))
+                finished.append(FinishedChunk(row.stream, row.chunk, clean, facts))
                 if self.spec.passes > self.spec.num_levels:
                     going_on.append(clean)
                 continue

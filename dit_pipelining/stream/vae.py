@@ -33,7 +33,9 @@ class StreamVAE:
 
     def __init__(self, vae: Any) -> None:
         if not isinstance(vae, AutoencoderKLWan):
-            raise InputError(f"{type(vae).__name__} cannot stream yet: only AutoencoderKLWan encodes and decodes in chunks.")
+            raise InputError(
+                f"{type(vae).__name__} cannot stream yet: only AutoencoderKLWan encodes and decodes in chunks."
+            )
         if vae.use_tiling:
             raise InputError("the VAE cuts pictures into tiles; call vae.disable_tiling() before it streams.")
         self.vae = vae
@@ -71,7 +73,9 @@ class StreamVAE:
         if own.config.patch_size is not None:
             frames = patchify(frames, patch_size=own.config.patch_size)
         sizes = [1] * alone + [FRAMES_PER_LATENT] * ((count - alone) // FRAMES_PER_LATENT)
-        encoded = [own.encoder(part, feat_cache=self._encoder_cache, feat_idx=[0]) for part in frames.split(sizes, dim=2)]
+        encoded = [
+            own.encoder(part, feat_cache=self._encoder_cache, feat_idx=[0]) for part in frames.split(sizes, dim=2)
+        ]
         self._encoded += len(sizes)
         mean: torch.Tensor = own.quant_conv(torch.cat(encoded, dim=2)).chunk(2, dim=1)[0]
         return mean

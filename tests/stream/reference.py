@@ -116,12 +116,7 @@ class Reference:
         scales: list[float] | None = None,
         starts: tuple[int, ...] = (0,),
     ) -> list[torch.Tensor]:
-        """The clean chunks of one stream.
-
-        Args:
-            prompts: by the first chunk that shows them.
-            starts: chunks at which the stream forgets what was before.
-        """
+        """The clean chunks of one stream; prompts by the first chunk that shows them, `starts` where it forgets the past."""
         spec, blocks = self.spec, len(self.transformer.blocks)
         levels, done, first = spec.num_levels, [], 0
         for chunk in range(chunks):

@@ -67,7 +67,9 @@ def test_replicas_take_a_branch_of_guidance_each_where_that_is_faster() -> None:
 
 def test_no_choice_says_what_comes_nearest() -> None:
     scheduler = StreamBatchScheduler([StageCost(1.0, 0.1)], SPEC)
-    with pytest.raises(ConfigError, match="no choice gives 30 frames/s within 1 s on these 1 stages. Nearest is 1 levels"):
+    with pytest.raises(
+        ConfigError, match=r"no choice gives 30 frames/s within 1 s on these 1 stages\. Nearest is 1 levels"
+    ):
         scheduler.compute_optimal_config(30.0, max_latency=1.0)
 
 

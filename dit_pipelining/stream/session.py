@@ -1,0 +1,227 @@
+"""VideoStream: a diffusers pipeline as a stream of frames, in one process or over the ranks of a launch."""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from dit_pipelining.capture.graph import CaptureCache
+from dit_pipelining.capture.signature import bind
+from dit_pipelining.errors import ConfigError, InputError
+from dit_pipelining.lowering.split import SplitModel
+from dit_pipelining.runtime.attach import EXECUTOR, rolling_of
+from dit_pipelining.stream.executor import run_in_one_process
+from dit_pipelining.stream.head import Source, StreamInput, endless
+from dit_pipelining.stream.kv_cache import DistributedKVCache
+from dit_pipelining.stream.links import make_stream_links
+from dit_pipelining.stream.motion import MotionNoise
+from dit_pipelining.stream.noise import NoiseSource
+from dit_pipelining.stream.prompts import Prompts
+from dit_pipelining.stream.rank import StreamRank
+from dit_pipelining.stream.spec import StreamSpec
+from dit_pipelining.stream.stage import StreamStage, check_model
+from dit_pipelining.stream.tail import FinishedChunk
+from dit_pipelining.stream.vae import StreamVAE
+from partitioners import Partition
+
+MAX_TEXT_LENGTH = 512
+"""Tokens that WanPipeline pads prompts to."""
+
+
+@dataclass(frozen=True)
+class VideoChunk:
+    """Frames of a stream.
+
+    Attributes:
+        stream: which video.
+        index: number of the chunk in its stream.
+        frames: (frames, height, width, 3) in [0, 1], on the device that decoded them.
+        latency: seconds since the source gave the chunk; where source and decoder are on different hosts, as far as their
+            clocks agree.
+    """
+
+    stream: int
+    index: int
+    frames: torch.Tensor
+    latency: float
+
+
+class VideoStream:
+    """Streams of one pipeline. Every rank makes one, and iterates over `run` to the end.
+
+    Args:
+        pipeline: a Wan pipeline from `load_pipeline` or `parallelize`, or a plain one.
+        spec: of the streams.
+        height, width: of the frames in pixels.
+        prompt: of all streams, or one for each.
+        negative_prompt: for guidance.
+        seed: of the noise.
+        batched: rows of a tick in one batch; False: one after the other, for the bits of the sequential reference.
+        max_sequence_length: tokens that prompts are padded to.
+
+    Attributes:
+        is_output: whether this rank yields the frames: that of the last stage.
+
+    Raises:
+        InputError, ConfigError: the pipeline cannot stream, or the sizes do not fit it; says why.
+    """
+
+    def __init__(
+        self,
+        pipeline: Any,
+        spec: StreamSpec,
+        *,
+        height: int,
+        width: int,
+        prompt: str | Sequence[str],
+        negative_prompt: str | None = None,
+        seed: int = 0,
+        batched: bool = True,
+        max_sequence_length: int = MAX_TEXT_LENGTH,
+    ) -> None:
+        self.pipeline = pipeline
+        self.spec = spec
+        self.rolling = rolling_of(pipeline)
+        self._text_length = max_sequence_length
+        model = pipeline.transformer
+        prompts = [prompt] * spec.streams if isinstance(prompt, str) else list(prompt)
+        if len(prompts) != spec.streams:
+            raise InputError(f"{len(prompts)} prompts for {spec.streams} streams; give one, or one per stream.")
+        self.shape = _latent_shape(pipeline, spec, height, width)
+        check_model(model, spec, self.shape)
+        check_span(model, spec)
+        self.device = self.rolling.device if self.rolling is not None else model.device
+        embedded = [self.embed(own) for own in prompts]
+        self.split = self._split(embedded[0])
+        num_stages, self.stage_index = self.split.num_stages, 0
+        negative = self.embed(negative_prompt or "") if spec.branches > 1 else None
+        known = Prompts(embedded, negative, in_flight=spec.passes * num_stages)
+        self.caches = DistributedKVCache(spec)
+        dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+        self.noise = NoiseSource(seed, self.shape, dtype, self.device)
+        if self.rolling is not None:
+            self.stage_index = self.rolling.mesh.stage
+        own_stages = [self.stage_index] if self.rolling is not None else range(num_stages)
+        self.stages = [
+            StreamStage(self.split, index, spec, self.shape, known, self.caches, self.device, batched)
+            for index in own_stages
+        ]
+        self.is_output = self.stage_index == num_stages - 1 or self.rolling is None
+        self._rank = self._make_rank(num_stages)
+        self._decoders = [StreamVAE(pipeline.vae) for _ in range(spec.streams)] if self.is_output else []
+
+    def embed(self, prompt: str) -> torch.Tensor:
+        """A prompt's embedding, for `StreamInput.prompt`, (1, tokens, channels). Every rank calls this."""
+        embedded = self.pipeline.encode_prompt(
+            prompt, do_classifier_free_guidance=False, max_sequence_length=self._text_length, device=self.device
+        )[0]
+        found: torch.Tensor = embedded.to(self.device, self.pipeline.transformer.dtype).clone()
+        return found
+
+    def from_video(
+        self, frames: Iterable[torch.Tensor], motion: MotionNoise | None = None, noise_scale: float | None = None
+    ) -> Source:
+        """A source of chunks that change a video; on the first rank.
+
+        Args:
+            frames: one by one, (3, height, width) in [-1, 1]. What is left at the end and fills no chunk is dropped.
+            motion: chooses the noise of each chunk by what moves in it.
+            noise_scale: the noise of all chunks, without `motion`; default: the spec's first level.
+        """
+        encoder = StreamVAE(self.pipeline.vae)
+        waiting: list[torch.Tensor] = []
+        for frame in frames:
+            waiting.append(frame)
+            if len(waiting) < encoder.frames_of(self.spec.frames_per_chunk):
+                continue
+            chunk = torch.stack(waiting, dim=1)[None]
+            waiting = []
+            scale = motion(chunk) if motion is not None else noise_scale
+            latents = encoder.encode_chunk(chunk.to(self.device, self.pipeline.vae.dtype))
+            yield StreamInput(encoder.normalise(latents.to(self.noise.dtype)), noise_scale=scale)
+
+    def run(self, sources: Sequence[Source] | None = None) -> Iterator[VideoChunk]:
+        """Frames, as soon as they are decoded; ends when the sources have ended and everything has come out.
+
+        Args:
+            sources: what each stream is made of; those of the first rank count. Default: noise without end.
+
+        Yields:
+            on the output rank every chunk, those of a stream in order; on the others nothing.
+        """
+        for chunk in self.run_latents(sources):
+            yield self._decoded(chunk)
+
+    @torch.no_grad()
+    def run_latents(self, sources: Sequence[Source] | None = None) -> Iterator[FinishedChunk]:
+        """As `run`, but latents, for a decoder of one's own."""
+        given = [endless() for _ in range(self.spec.streams)] if sources is None else sources
+        if self._rank is None:
+            yield from run_in_one_process(self.stages, given, self.noise)
+            return
+        assert self.rolling is not None
+        with self.rolling.guard.call():
+            yield from self._rank.run(given)
+
+    def stage_seconds(self) -> list[tuple[int, float]]:
+        """Rows and seconds of the last micro-steps of this rank's stage."""
+        return [sample for stage in self.stages for sample in stage.seconds()]
+
+    def _decoded(self, chunk: FinishedChunk) -> VideoChunk:
+        decoder = self._decoders[chunk.stream]
+        if chunk.facts.first:
+            decoder.reset()
+        frames = decoder.decode_chunk(decoder.denormalise(chunk.latents))[0]
+        shown = (frames.permute(1, 2, 3, 0).float() / 2 + 0.5).clamp(0, 1)
+        return VideoChunk(chunk.stream, chunk.index, shown, time.time() - chunk.facts.started)
+
+    def _make_rank(self, num_stages: int) -> StreamRank | None:
+        if self.rolling is None or num_stages == 1:
+            return None
+        mesh = self.rolling.mesh
+        if mesh.replicas > 1:
+            raise ConfigError(f"cfg_parallel_size={mesh.replicas}: a stream runs on one line of stages; leave it out.")
+        seconds = self.pipeline.transformer.__dict__[EXECUTOR].config.timeout_seconds
+        backend = "gloo" if self.rolling.transport == "host" else "nccl"
+        links = make_stream_links(mesh.ranks_of(0), timedelta(seconds=seconds), backend)
+        return StreamRank(self.stages[0], self.stage_index, num_stages, links, self.noise, seconds)
+
+    def _split(self, text: torch.Tensor) -> SplitModel:
+        model = self.pipeline.transformer
+        example = {
+            "hidden_states": torch.zeros(self.shape, dtype=model.dtype, device=self.device),
+            "timestep": torch.zeros(1, device=self.device),
+            "encoder_hidden_states": text,
+            "return_dict": False,
+        }
+        executor = model.__dict__.get(EXECUTOR)
+        if executor is not None:
+            found: SplitModel = executor.split_for(example)
+            return found
+        captures = CaptureCache(model)
+        graph = captures.get(bind(model.forward, (), example))
+        return SplitModel(model, captures, graph, Partition((len(graph.blocks),)))
+
+
+def _latent_shape(pipeline: Any, spec: StreamSpec, height: int, width: int) -> tuple[int, ...]:
+    factor = pipeline.vae_scale_factor_spatial
+    if height % factor or width % factor:
+        raise InputError(f"{width}x{height} pixels: the VAE needs multiples of {factor}.")
+    return (1, pipeline.transformer.config.in_channels, spec.frames_per_chunk, height // factor, width // factor)
+
+
+def check_span(model: Any, spec: StreamSpec) -> None:
+    """Check that no two frames that see each other are farther apart than the model's rotary table.
+
+    Raises:
+        ConfigError: they are.
+    """
+    span, table = spec.sinks + spec.window + spec.frames_per_chunk, model.config.rope_max_seq_len
+    if span > table:
+        raise ConfigError(
+            f"sinks={spec.sinks}, window={spec.window} and frames_per_chunk={spec.frames_per_chunk} span {span} latent "
+            f"frames; the model knows distances up to {table}."
+        )

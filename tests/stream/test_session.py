@@ -1,0 +1,93 @@
+"""A pipeline as a stream: the frames are those that the whole clip's decode gives, over ranks too."""
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from dit_pipelining.api import ParallelConfig, load_pipeline, open_stream
+from dit_pipelining.errors import ConfigError, InputError
+from dit_pipelining.stream.head import Source, StreamInput
+from dit_pipelining.stream.motion import MotionNoise
+from dit_pipelining.stream.session import VideoStream
+from dit_pipelining.stream.spec import StreamSpec
+from tests import checkpoints
+from tests.distributed import RankPool
+
+SIZE = dict(height=64, width=64, max_sequence_length=16)
+SPEC = StreamSpec(levels=(1.0, 0.6), frames_per_chunk=1, window=2, sinks=1)
+CHUNKS = 5
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.wan(tmp_path_factory.mktemp("stream") / "wan", num_layers=3)
+
+
+def video() -> torch.Tensor:
+    """(frames, 3, height, width)."""
+    return torch.rand(4 * CHUNKS - 3, 3, 64, 64, generator=torch.Generator().manual_seed(3)) * 2 - 1
+
+
+def changed(stream: VideoStream) -> Source:
+    """A changed video with a new prompt in the middle."""
+    other = stream.embed("a blue dog")
+    for chunk, given in enumerate(stream.from_video(video(), MotionNoise())):
+        assert isinstance(given, StreamInput)
+        yield StreamInput(given.latents, given.noise_scale, other if chunk == 2 else None)
+
+
+def streamed(folder: Path, stages: int) -> tuple[list[torch.Tensor], list[float]]:
+    pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=stages, timeout_seconds=60))
+    stream = open_stream(pipeline, SPEC, prompt="a red cat", batched=False, **SIZE)
+    chunks = list(stream.run([changed(stream)]))
+    assert [chunk.index for chunk in chunks] == (list(range(CHUNKS)) if stream.is_output else [])
+    return [chunk.frames for chunk in chunks], [chunk.latency for chunk in chunks]
+
+
+def test_a_changed_video_over_ranks_is_that_of_one_process(ranks: RankPool, wan: Path) -> None:
+    alone, latencies = streamed(wan, 1)
+    assert [len(frames) for frames in alone] == [1, 4, 4, 4, 4]
+    assert all(0 < latency < 60 for latency in latencies)
+    frames, latencies = ranks.run(2, streamed, wan, 2)[-1]
+    assert all(torch.equal(one, other) for one, other in zip(frames, alone, strict=True))
+    assert all(0 < latency < 60 for latency in latencies)
+
+
+def test_frames_are_those_of_the_whole_clip(wan: Path) -> None:
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(wan)
+    stream = open_stream(pipeline, SPEC, prompt="a red cat", **SIZE)
+    latents = torch.cat([chunk.latents for chunk in stream.run_latents(noise(CHUNKS))], dim=2)
+    again = open_stream(pipeline, SPEC, prompt="a red cat", **SIZE)
+    frames = torch.cat([chunk.frames for chunk in again.run(noise(CHUNKS))])
+    with torch.no_grad():
+        clip = pipeline.vae.decode(latents).sample
+    assert torch.equal(
+        frames, pipeline.video_processor.postprocess_video(clip, output_type="pt")[0].permute(0, 2, 3, 1)
+    )
+
+
+def noise(chunks: int) -> list[Source]:
+    return [iter([StreamInput()] * chunks)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(height=60), "multiples of 8"),
+        (dict(height=8), "cannot be cut into patches of 1x2x2"),
+        (dict(prompt=["a", "b"]), "2 prompts for 1 streams"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(wan: Path, wrong: dict[str, Any], message: str) -> None:
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(wan)
+    with pytest.raises(InputError, match=message):
+        open_stream(pipeline, SPEC, **{**dict(prompt="a"), **SIZE, **wrong})
+
+
+def test_a_window_beyond_the_rotary_table_is_refused(wan: Path) -> None:
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(wan)
+    with pytest.raises(ConfigError, match="span 41 latent frames; the model knows distances up to 32"):
+        open_stream(pipeline, StreamSpec(window=40), prompt="a", **SIZE)
