@@ -72,8 +72,13 @@ class Header:
 
 
 def header_length(spec: StreamSpec, num_stages: int) -> int:
-    """Numbers in a header."""
-    return FIXED + max(PER_ROW * spec.max_rows, num_stages)
+    """Numbers in a header: kind, rows, blocks per stage, and at its end the load of each stage."""
+    return FIXED + max(PER_ROW * spec.max_rows, num_stages) + num_stages
+
+
+def loads(numbers: torch.Tensor, num_stages: int) -> torch.Tensor:
+    """The part of a header in which every stage notes what share of the time it works; a view."""
+    return numbers[-num_stages:]
 
 
 def encode(header: Header, length: int) -> torch.Tensor:

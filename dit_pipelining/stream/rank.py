@@ -14,7 +14,7 @@ import torch
 from dit_pipelining.comm.message_link import Direction, Layout, Message, Receiver, Sender, receive_one
 from dit_pipelining.stream.head import Source, StreamHead, Tick, given_streams, returned_rows
 from dit_pipelining.stream.links import StreamLinks
-from dit_pipelining.stream.micro_step import Header, Kind, MicroStep, decode, encode, header_length
+from dit_pipelining.stream.micro_step import Header, Kind, MicroStep, decode, encode, header_length, loads
 from dit_pipelining.stream.noise import NoiseSource
 from dit_pipelining.stream.stage import StreamStage
 from dit_pipelining.stream.tail import FinishedChunk, StreamTail
@@ -37,6 +37,9 @@ class StreamRank:
         links: to the other ranks.
         noise: the noise of chunks.
         seconds: how long to wait for another rank.
+
+    Attributes:
+        loads: share of the time that each stage works, as far as this rank knows: the last one knows all.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class StreamRank:
         self.links = links
         self.noise = noise
         self.seconds = seconds
+        self.loads = torch.zeros(num_stages, dtype=torch.float64)
         self._length = header_length(stage.spec, num_stages)
         self._senders: list[Sender] = []
         self._receivers: list[Receiver] = []
@@ -104,6 +108,7 @@ class StreamRank:
             self.stage.prompts.change(stream, chunk, prompt)
             onward.send(encode(Header(Kind.PROMPT, numbers=(stream, chunk)), self._length), [prompt])
         header = encode(Header(Kind.ROWS, tick.step), self._length)
+        loads(header, self.num_stages)[0] = self.stage.load()
         if tick.fresh:
             latents = torch.cat([own for _, own in tick.fresh]).to(self.noise.device, self.noise.dtype)
             fresh.send(header, [latents])
@@ -129,6 +134,8 @@ class StreamRank:
                 header = decode(message.header)
                 kind = header.kind
                 if header.micro_step is not None:
+                    self.loads = loads(message.header, self.num_stages)
+                    self.loads[self.index] = self.stage.load()
                     outputs = self.stage.execute_micro_step(header.micro_step, message.tensors)
                     if tail is None:
                         onward.send(message.header, _own(outputs, message))

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dit_pipelining.capture.graph import CaptureCache
 from dit_pipelining.capture.signature import bind
@@ -14,7 +15,7 @@ from dit_pipelining.errors import ConfigError, InputError
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.runtime.attach import EXECUTOR, rolling_of
 from dit_pipelining.stream.executor import run_in_one_process
-from dit_pipelining.stream.head import Source, StreamInput, endless
+from dit_pipelining.stream.head import Pending, Source, StreamInput, endless
 from dit_pipelining.stream.kv_cache import DistributedKVCache
 from dit_pipelining.stream.links import make_stream_links
 from dit_pipelining.stream.motion import MotionNoise
@@ -96,7 +97,8 @@ class VideoStream:
         self.device = self.rolling.device if self.rolling is not None else model.device
         embedded = [self.embed(own) for own in prompts]
         self.split = self._split(embedded[0])
-        num_stages, self.stage_index = self.split.num_stages, 0
+        self.num_stages = num_stages = self.split.num_stages
+        self.stage_index = 0
         negative = self.embed(negative_prompt or "") if spec.branches > 1 else None
         known = Prompts(embedded, negative, in_flight=spec.passes * num_stages)
         self.caches = DistributedKVCache(spec)
@@ -122,18 +124,25 @@ class VideoStream:
         return found
 
     def from_video(
-        self, frames: Iterable[torch.Tensor], motion: MotionNoise | None = None, noise_scale: float | None = None
+        self,
+        frames: Iterable[torch.Tensor | Pending],
+        motion: MotionNoise | None = None,
+        noise_scale: float | None = None,
     ) -> Source:
         """A source of chunks that change a video; on the first rank.
 
         Args:
-            frames: one by one, (3, height, width) in [-1, 1]. What is left at the end and fills no chunk is dropped.
+            frames: one by one, (3, height, width) in [-1, 1]; a live source gives `PENDING` while it has none. What is left
+                at the end and fills no chunk is dropped.
             motion: chooses the noise of each chunk by what moves in it.
             noise_scale: the noise of all chunks, without `motion`; default: the spec's first level.
         """
         encoder = StreamVAE(self.pipeline.vae)
         waiting: list[torch.Tensor] = []
         for frame in frames:
+            if isinstance(frame, Pending):
+                yield frame
+                continue
             waiting.append(frame)
             if len(waiting) < encoder.frames_of(self.spec.frames_per_chunk):
                 continue
@@ -153,7 +162,7 @@ class VideoStream:
             on the output rank every chunk, those of a stream in order; on the others nothing.
         """
         for chunk in self.run_latents(sources):
-            yield self._decoded(chunk)
+            yield self.decode(chunk)
 
     @torch.no_grad()
     def run_latents(self, sources: Sequence[Source] | None = None) -> Iterator[FinishedChunk]:
@@ -166,11 +175,29 @@ class VideoStream:
         with self.rolling.guard.call():
             yield from self._rank.run(given)
 
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the stages are on several ranks."""
+        return self._rank is not None
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """A gloo group of all stages' ranks."""
+        assert self._rank is not None
+        return self._rank.links.control
+
     def stage_seconds(self) -> list[tuple[int, float]]:
         """Rows and seconds of the last micro-steps of this rank's stage."""
         return [sample for stage in self.stages for sample in stage.seconds()]
 
-    def _decoded(self, chunk: FinishedChunk) -> VideoChunk:
+    def loads(self) -> list[float]:
+        """The share of the time that each stage works, on the output rank."""
+        if self._rank is not None:
+            return [float(load) for load in self._rank.loads]
+        return [stage.load() for stage in self.stages]
+
+    def decode(self, chunk: FinishedChunk) -> VideoChunk:
+        """The frames of a chunk; on the output rank, every chunk of a stream in order."""
         decoder = self._decoders[chunk.stream]
         if chunk.facts.first:
             decoder.reset()

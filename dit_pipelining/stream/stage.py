@@ -21,7 +21,7 @@ from dit_pipelining.stream.spec import TRAIN_TIMESTEPS, StreamSpec
 
 Layout = tuple[tuple[int, ...], torch.dtype]
 
-TIMED_STEPS = 256
+TIMED_STEPS = 128
 """Micro-steps whose times a stage remembers."""
 
 
@@ -121,6 +121,18 @@ class StreamStage:
             return [(count, end - start) for count, (start, end) in self.times]
         torch.cuda.synchronize(self.device)
         return [(count, start.elapsed_time(end) / 1e3) for count, (start, end) in self.times]
+
+    def load(self) -> float:
+        """The share of the last micro-steps' time in which this stage worked; waits for nothing."""
+        done = [(began, ended) for _, (began, ended) in self.times if self.device.type != "cuda" or ended.query()]
+        if len(done) < 2:
+            return 0.0
+        if self.device.type != "cuda":
+            worked, passed = sum(ended - began for began, ended in done), done[-1][1] - done[0][0]
+        else:
+            worked = sum(began.elapsed_time(ended) for began, ended in done)
+            passed = done[0][0].elapsed_time(done[-1][1])
+        return float(worked / max(passed, 1e-9))
 
     def _run(
         self, step: MicroStep, received: Sequence[torch.Tensor], latents: torch.Tensor | None

@@ -1,0 +1,70 @@
+"""Measure what a stream costs here, and choose its levels by that."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from dit_pipelining.stream.batch_scheduler import StreamBatchScheduler, StreamChoice
+from dit_pipelining.stream.head import Source, StreamInput
+from dit_pipelining.stream.session import VideoStream
+from dit_pipelining.stream.simulation import StageCost, fit_cost
+
+MEASURED_CHUNKS = 6
+"""Chunks in a steady flow; those that fill and empty the pipeline measure smaller numbers of rows."""
+
+
+def measure(stream: VideoStream) -> list[StageCost]:
+    """Run a few chunks of noise through a stream; every rank calls this, and gets the costs of all stages.
+
+    The first chunks load kernels and fill caches, so they run twice.
+    """
+    decoding = 0.0
+    for _ in range(2):
+        decoding = _run(stream)
+    own = fit_cost(stream.stage_seconds()) if stream.is_distributed else None
+    if own is None:
+        costs = [fit_cost(stage.seconds()) for stage in stream.stages]
+        return [*costs[:-1], replace(costs[-1], per_finish=decoding)]
+    costs = [own] * stream.num_stages
+    dist.all_gather_object(costs, replace(own, per_finish=decoding), group=stream.control)
+    return costs
+
+
+def tune(
+    stream: VideoStream, target_fps: float, max_latency: float | None = None, streams: Iterable[int] = ()
+) -> StreamChoice:
+    """The configuration for these goals on these stages; every rank calls this and gets the same.
+
+    Args:
+        stream: with the most levels to choose from.
+        target_fps: frames per second that each stream needs.
+        max_latency: seconds from a chunk's start to its end, at most.
+        streams: numbers of streams to choose from; default: that of `stream`.
+
+    Raises:
+        ConfigError: no choice meets both.
+    """
+    scheduler = StreamBatchScheduler(measure(stream), stream.spec)
+    return scheduler.compute_optimal_config(target_fps, max_latency, streams=tuple(streams) or (stream.spec.streams,))
+
+
+def _run(stream: VideoStream) -> float:
+    """Seconds that decoding a chunk takes on the output rank; 0 on the others."""
+    chunks = stream.spec.passes + MEASURED_CHUNKS
+    sources: list[Source] = [iter([StreamInput()] * chunks) for _ in range(stream.spec.streams)]
+    spent = []
+    for chunk in stream.run_latents(sources):
+        _wait(stream.device)
+        began = time.perf_counter()
+        stream.decode(chunk)
+        _wait(stream.device)
+        spent.append(time.perf_counter() - began)
+    return sorted(spent)[len(spent) // 2] if spent else 0.0
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,195 @@
+r"""Live video: chunk after chunk, all noise levels of different chunks in flight over the launched processes.
+
+    torchrun --nproc-per-node 2 recipes/stream_video.py --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --dtype bfloat16 \
+        --prompt "waves at night" --height 480 --width 832 --num-frames 320 --output waves.mp4
+
+From a prompt alone, or with --video from a file (or --camera from a camera), whose frames are changed to show the prompt:
+--motion lets fast scenes get less noise. Shows frames per second, time to the first frame, latency, missed deadlines and how
+busy each stage is while it runs, and writes the video as it comes. With --target-fps the noise levels are chosen by what
+this machine was measured to take; it says so when none will do.
+
+The model should be a causal one (StreamDiffusionV2, CausVid, Self-Forcing in diffusers format); any Wan text-to-video model
+runs, but one that was trained on whole clips with bidirectional attention loses the thread after its first chunks. The
+embedded model is such a one:
+
+    torchrun --nproc-per-node 2 recipes/stream_video.py --model recipes/tiny_wan --height 96 --width 96 --fps 12 \
+        --prompt "a red circle moves right" --num-frames 49 --frames-per-chunk 7 --levels 1,0.9,0.75,0.5 --guidance-scale 6
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import base_parser, check_output, load_with, parallel_config, run
+from stream_display import StreamDisplay
+from stream_files import FrameWriter, camera_frames, video_frames
+
+from dit_pipelining.api import StreamSpec, VideoStream, open_stream
+from dit_pipelining.errors import ConfigError
+from dit_pipelining.runtime.report import print_split
+from dit_pipelining.stream.batch_scheduler import describe
+from dit_pipelining.stream.consumer import DROPS, Consumer
+from dit_pipelining.stream.head import Pending, Source, StreamInput
+from dit_pipelining.stream.metrics import StreamMetrics
+from dit_pipelining.stream.motion import MotionNoise
+from dit_pipelining.stream.spec import POLICIES
+from dit_pipelining.stream.tuning import tune
+
+FRAMES_PER_LATENT = 4
+
+
+def main() -> None:
+    args = flags().parse_args()
+    check_output(args.output, (".mp4",))
+    changes = prompt_changes(args.prompt_at)
+    spec = spec_of(args)
+    pipeline = load_with(args, parallel_config(args))
+    stream = open_stream(pipeline, spec, **sizes(args))
+    if args.target_fps is not None:
+        choice = tune(stream, args.target_fps, args.max_latency)
+        if stream.is_output:
+            print(f"chosen: {describe(choice)} expected")
+        stream = open_stream(pipeline, choice.spec, **sizes(args))
+    embedded = {chunk: stream.embed(prompt) for chunk, prompt in changes.items()}
+    source = with_prompts(limited(source_of(args, stream), chunks_of(args)), embedded)
+    if stream.is_output:
+        print_split(pipeline)
+        show(stream, source, args)
+    else:
+        for _ in stream.run([source]):
+            pass
+
+
+def flags() -> argparse.ArgumentParser:
+    parser = base_parser(__doc__ or "")
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument(
+        "--prompt-at", nargs="*", default=[], metavar="CHUNK:PROMPT", help="another prompt from a chunk on"
+    )
+    parser.add_argument("--video", type=Path, help="a file whose frames are changed")
+    parser.add_argument("--camera", metavar="NAME", help="a camera as imageio names it, for example '<video0>'")
+    parser.add_argument("--num-frames", type=int, help="where to stop; default: 81, with a video its end")
+    parser.add_argument("--fps", type=float, default=16, help="at which the video is shown: the deadline of each frame")
+    parser.add_argument("--levels", default="1,0.9375,0.8333,0.625", help="noise levels, falling")
+    parser.add_argument("--frames-per-chunk", type=int, default=1, help="latent frames; each is four frames of video")
+    parser.add_argument("--window", type=int, help="latent frames that a chunk sees before its own; default: 6 chunks")
+    parser.add_argument("--sinks", type=int, default=0, help="latent frames of the beginning that every chunk sees")
+    parser.add_argument("--policy", choices=POLICIES, default="level", help="whose keys and values a chunk sees")
+    parser.add_argument("--noise-scale", type=float, help="noise of the first level, with a video")
+    parser.add_argument("--motion", action="store_true", help="let what moves choose the noise scale")
+    parser.add_argument("--target-fps", type=float, help="choose the number of levels by measuring")
+    parser.add_argument("--max-latency", type=float, help="seconds, with --target-fps")
+    parser.add_argument("--queue", type=int, default=8, help="chunks that may wait to be written")
+    parser.add_argument("--drop", choices=DROPS, default="none", help="which chunk goes when more wait")
+    parser.add_argument("--output", type=Path, default=Path("stream.mp4"))
+    return parser
+
+
+def spec_of(args: argparse.Namespace) -> StreamSpec:
+    try:
+        levels = tuple(float(level) for level in args.levels.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"--levels {args.levels}: expected numbers with commas between, such as 1,0.75,0.5."
+        ) from None
+    return StreamSpec(
+        levels=levels,
+        frames_per_chunk=args.frames_per_chunk,
+        window=6 * args.frames_per_chunk if args.window is None else args.window,
+        sinks=args.sinks,
+        policy=args.policy,
+        guidance_scale=1.0 if args.guidance_scale is None else args.guidance_scale,
+    )
+
+
+def sizes(args: argparse.Namespace) -> dict[str, Any]:
+    if args.height is None or args.width is None:
+        raise ConfigError("--height and --width are needed: the stages are cut for one size.")
+    return dict(
+        height=args.height, width=args.width, prompt=args.prompt, negative_prompt=args.negative_prompt, seed=args.seed
+    )
+
+
+def prompt_changes(texts: list[str]) -> dict[int, str]:
+    changes = {}
+    for text in texts:
+        chunk, _, prompt = text.partition(":")
+        if not chunk.isdigit() or not prompt:
+            raise ConfigError(f"--prompt-at {text!r}: expected a chunk's number, a colon and a prompt.")
+        changes[int(chunk)] = prompt
+    return changes
+
+
+def source_of(args: argparse.Namespace, stream: VideoStream) -> Source:
+    if args.video is None and args.camera is None:
+        return iter(lambda: StreamInput(noise_scale=args.noise_scale), None)
+    frames = (
+        camera_frames(args.camera, args.height, args.width)
+        if args.camera
+        else video_frames(args.video, args.height, args.width)
+    )
+    return stream.from_video(frames, MotionNoise() if args.motion else None, args.noise_scale)
+
+
+def chunks_of(args: argparse.Namespace) -> int | None:
+    """How many chunks give the number of frames asked for; the first latent stands for one frame."""
+    frames = args.num_frames
+    if frames is None:
+        if args.video is not None or args.camera is not None:
+            return None
+        frames = 81
+    if frames < 1:
+        raise ConfigError(f"--num-frames {frames}: expected at least 1.")
+    latents = 1 + -(-(frames - 1) // FRAMES_PER_LATENT)
+    return -(-latents // args.frames_per_chunk)
+
+
+def limited(source: Source, chunks: int | None) -> Source:
+    """The first chunks of a source."""
+    given = 0
+    while chunks is None or given < chunks:
+        try:
+            own = next(source)
+        except StopIteration:
+            return
+        given += not isinstance(own, Pending)
+        yield own
+
+
+def with_prompts(source: Source, changes: dict[int, torch.Tensor]) -> Source:
+    """The source with other prompts from some chunks on."""
+    chunk = 0
+    for own in source:
+        if isinstance(own, Pending):
+            yield own
+            continue
+        yield StreamInput(own.latents, own.noise_scale, changes.get(chunk), own.first)
+        chunk += 1
+
+
+def show(stream: VideoStream, source: Source, args: argparse.Namespace) -> None:
+    """On the output rank: write what comes, and show how it goes."""
+    writer = FrameWriter(args.output, args.fps)
+    consumer = Consumer(writer.write, args.queue, args.drop)
+    metrics = StreamMetrics(args.fps)
+    with StreamDisplay() as display:
+        for chunk in watched(stream, source, metrics):
+            consumer.put(chunk)
+            display.update(metrics.read(), stream.loads(), consumer.dropped)
+    consumer.close()
+    writer.close()
+    print(f"video: {args.output}")
+
+
+def watched(stream: VideoStream, source: Source, metrics: StreamMetrics) -> Iterator[Any]:
+    """The frames of each chunk on the CPU, counted."""
+    for chunk in stream.run([source]):
+        frames = (chunk.frames * 255).round().to(torch.uint8).cpu().numpy()
+        metrics.add(len(frames), chunk.latency)
+        yield frames
+
+
+if __name__ == "__main__":
+    run(main)
