@@ -8,10 +8,13 @@ __version__ = "0.1.0"
 PUBLIC = (
     "ParallelConfig",
     "SplitModel",
+    "StreamSpec",
+    "VideoStream",
     "generate",
     "launch",
     "load_config",
     "load_pipeline",
+    "open_stream",
     "parallelize",
     "serve",
     "split_model",

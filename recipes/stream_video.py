@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from common import base_parser, check_output, load_with, parallel_config, run
+from diffusers import WanTransformer3DModel
 from stream_display import StreamDisplay
 from stream_files import FrameWriter, camera_frames, video_frames
 
@@ -45,7 +46,9 @@ def main() -> None:
     check_output(args.output, (".mp4",))
     changes = prompt_changes(args.prompt_at)
     spec = spec_of(args)
-    pipeline = load_with(args, parallel_config(args))
+    check_video(args.video)
+    parts = {"transformer": WanTransformer3DModel.from_pretrained(args.transformer)} if args.transformer else {}
+    pipeline = load_with(args, parallel_config(args), **parts)
     stream = open_stream(pipeline, spec, **sizes(args))
     if args.target_fps is not None:
         choice = tune(stream, args.target_fps, args.max_latency)
@@ -65,6 +68,9 @@ def main() -> None:
 def flags() -> argparse.ArgumentParser:
     parser = base_parser(__doc__ or "")
     parser.add_argument("--prompt", required=True)
+    parser.add_argument(
+        "--transformer", type=Path, help="folder of another transformer than the pipeline's, a causal one"
+    )
     parser.add_argument(
         "--prompt-at", nargs="*", default=[], metavar="CHUNK:PROMPT", help="another prompt from a chunk on"
     )
@@ -120,6 +126,11 @@ def prompt_changes(texts: list[str]) -> dict[int, str]:
             raise ConfigError(f"--prompt-at {text!r}: expected a chunk's number, a colon and a prompt.")
         changes[int(chunk)] = prompt
     return changes
+
+
+def check_video(path: Path | None) -> None:
+    if path is not None and not path.is_file():
+        raise ConfigError(f"--video {path}: there is no such file.")
 
 
 def source_of(args: argparse.Namespace, stream: VideoStream) -> Source:

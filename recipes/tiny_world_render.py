@@ -18,7 +18,12 @@ def _uniform(
 
 
 def _tracks(
-    motion: torch.Tensor, paired: torch.Tensor, num_frames: int, size: int, generator: torch.Generator
+    motion: torch.Tensor,
+    paired: torch.Tensor,
+    num_frames: int,
+    size: int,
+    generator: torch.Generator,
+    periods: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Centres (batch, candidate, frame, xy) in pixels and radii (batch, candidate, frame) of random tracks in the frame.
 
@@ -34,7 +39,8 @@ def _tracks(
     # Orbits start near the top. If they started anywhere, both senses would look alike on average, and a model would learn
     # the sense last of all.
     start_angle = _uniform(-0.5 * math.pi - 0.6, -0.5 * math.pi + 0.6, shape, generator)
-    u = torch.linspace(0, 1, num_frames, device=motion.device)
+    along = torch.linspace(0, periods, num_frames, device=motion.device)
+    u = torch.where(along <= 1, along, 1 - (along % 2 - 1).abs())  # there and back again
     offset = torch.zeros(*shape, num_frames, 2, device=motion.device)
     scale = torch.ones(*shape, num_frames, device=motion.device)
     directions = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
@@ -45,7 +51,7 @@ def _tracks(
             offset[chosen] = travel[chosen][..., None, None] * (u[:, None] - 0.5) * step
         elif name in ("clockwise", "counterclockwise"):
             turn = (
-                2 * math.pi * u * (1 if name == "clockwise" else -1)
+                2 * math.pi * along * (1 if name == "clockwise" else -1)
             )  # y points down, so a growing angle is clockwise
             angle = start_angle[chosen][..., None] + turn
             offset[chosen] = orbit[chosen][..., None, None] * torch.stack([angle.cos(), angle.sin()], dim=-1)
@@ -80,7 +86,7 @@ def _background(names: torch.Tensor, size: int, generator: torch.Generator) -> t
 
 
 def render(
-    scenes: Sequence[Scene], num_frames: int, size: int, generator: torch.Generator
+    scenes: Sequence[Scene], num_frames: int, size: int, generator: torch.Generator, periods: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw each scene at random positions, sizes and speeds.
 
@@ -89,6 +95,7 @@ def render(
         num_frames: Frames per video.
         size: Height and width in pixels.
         generator: Source of randomness; its device is where the videos are drawn.
+        periods: How far the motions go: 1 is once across or around; then back again, or around once more.
 
     Returns:
         Videos of shape (batch, 3, num_frames, size, size) in [-1, 1], and the objects' coverage of each pixel in [0, 1],
@@ -99,7 +106,7 @@ def render(
     objects = [[scene.objects[0] for scene in scenes], second]
     paired = torch.tensor([len(scene.objects) == 2 for scene in scenes], device=device)
     motions = [torch.tensor([MOTIONS.index(o.motion) for o in layer], device=device) for layer in objects]
-    tracks = [_tracks(motion, paired, num_frames, size, generator) for motion in motions]
+    tracks = [_tracks(motion, paired, num_frames, size, generator, periods) for motion in motions]
     gap = (tracks[0][0] - tracks[1][0]).norm(dim=-1) - 1.1 * (tracks[0][1] + tracks[1][1])
     # Of several random placements take the one with the widest gap, so that two objects rarely cover each other.
     best = torch.where(paired, gap.amin(dim=2).argmax(dim=1), torch.zeros_like(motions[0]))

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKLWan, WanPipeline
+from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 from tiny_wan_forward import (
     CompactPadding,
     decode_all_frames,
@@ -17,6 +17,8 @@ from tiny_wan_forward import (
 from tiny_wan_training import Stage, rate_at
 from tiny_world import HEIGHT, NUM_FRAMES, WIDTH, vocabulary
 from tiny_world_measure import read_background, read_objects
+from train_causal_tiny_wan import block_causal_mask
+from train_causal_tiny_wan import main as train_causal
 from train_tiny_wan import main as train
 from transformers import AutoTokenizer
 
@@ -181,3 +183,21 @@ def test_training_script_makes_a_pipeline_that_loads(tmp_path: Path) -> None:
     assert np.isfinite(generate(pipe, "a red circle", 5, 2)).all()
     assert len(pipe.vae.config.latents_std) == pipe.vae.config.z_dim
     assert (tmp_path / "work" / "losses.json").exists()
+
+
+def test_a_causal_clip_sees_its_chunk_and_a_window_before_it() -> None:
+    mask = block_causal_mask(frames=4, tokens=2, window=1, device=torch.device("cpu"))
+    seen = [sorted({int(token) // 2 for token in row.nonzero()}) for row in mask]
+    assert seen == [[0], [0], [0, 1], [0, 1], [1, 2], [1, 2], [2, 3], [2, 3]]
+
+
+def test_causal_training_goes_through_all_parts(tmp_path: Path) -> None:
+    output = tmp_path / "causal"
+    work = ["--work-dir", str(tmp_path / "work")]
+    train_causal(
+        ["--model", str(CHECKPOINT), "--device", "cpu", "--smoke", "--evaluate", "1", "--output", str(output), *work]
+    )
+    made, base = (WanTransformer3DModel.from_pretrained(folder) for folder in (output, CHECKPOINT / "transformer"))
+    pairs = zip(made.parameters(), base.parameters(), strict=True)
+    assert all(one.shape == other.shape for one, other in pairs)
+    assert any(not torch.equal(one, other) for one, other in zip(made.parameters(), base.parameters(), strict=True))

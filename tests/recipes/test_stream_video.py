@@ -1,0 +1,65 @@
+"""The live video recipe as a user runs it."""
+
+from pathlib import Path
+
+import imageio.v3 as imageio
+import numpy as np
+import pytest
+
+from tests import checkpoints
+from tests.recipes.launch import run
+
+SIZE = ["--height", "64", "--width", "64"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(checkpoints.wan(tmp_path_factory.mktemp("stream") / "wan", num_layers=2))
+
+
+def test_a_video_file_is_changed_over_two_processes(model: str, tmp_path: Path) -> None:
+    given = np.random.default_rng(0).integers(0, 255, (18, 80, 64, 3), dtype=np.uint8)
+    imageio.imwrite(tmp_path / "in.mp4", given, fps=16)
+    output = tmp_path / "out.mp4"
+    flags = ["--model", model, "--prompt", "a red cat", "--video", str(tmp_path / "in.mp4"), "--motion", *SIZE]
+    flags += ["--levels", "0.9,0.5", "--window", "2", "--prompt-at", "2:a blue dog", "--output", str(output)]
+    done = run("stream_video.py", 2, *flags)
+    assert done.returncode == 0, done.stderr[-3000:]
+    frames = imageio.imread(output)
+    assert frames.shape == (17, 64, 64, 3)  # the 18th frame fills no chunk
+    assert frames.std() > 1
+    assert "17  frames" in done.stdout
+    assert "stage 0" in done.stdout
+    assert "stage 1" in done.stdout
+
+
+def test_levels_are_chosen_by_measuring(model: str, tmp_path: Path) -> None:
+    output = tmp_path / "out.mp4"
+    flags = ["--model", model, "--prompt", "a red cat", *SIZE, "--num-frames", "9", "--output", str(output)]
+    done = run("stream_video.py", 1, *flags, "--levels", "1,0.5", "--window", "2", "--target-fps", "0.01")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "chosen: 2 levels" in done.stdout
+    assert len(imageio.imread(output)) == 9
+    done = run("stream_video.py", 1, *flags, "--levels", "1,0.5", "--window", "2", "--target-fps", "1e6")
+    assert done.returncode == 1
+    assert "no choice gives 1e+06 frames/s" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--levels", "1,x"], "--levels 1,x: expected numbers"),
+        (["--levels", "0.5,1"], "levels=(0.5, 1.0): expected falling numbers"),
+        (["--prompt-at", "a red cat"], "--prompt-at 'a red cat': expected a chunk's number"),
+        (["--video", "nowhere.mp4"], "--video nowhere.mp4"),
+        (["--window", "3", "--frames-per-chunk", "2"], "window=3: expected latent frames that are whole chunks of 2"),
+    ],
+)
+def test_flags_that_cannot_be_used_end_in_one_line(model: str, flags: list[str], message: str, tmp_path: Path) -> None:
+    done = run(
+        "stream_video.py", 1, "--model", model, "--prompt", "a", *SIZE, *flags, "--output", str(tmp_path / "a.mp4")
+    )
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
