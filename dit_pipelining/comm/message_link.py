@@ -188,6 +188,11 @@ class Receiver:
             message.buffer.done = torch.cuda.current_stream(self.device).record_event()
         message.buffer.free.release()
 
+    @property
+    def has_message(self) -> bool:
+        """Whether `next` would not have to wait."""
+        return not self._arrived.empty()
+
     def close(self) -> None:
         """Wait for the thread, which ends with the last message."""
         self._thread.join(SECONDS_TO_LEAVE)

@@ -22,7 +22,7 @@ from dit_pipelining.runtime.pending import resolved
 from dit_pipelining.runtime.rebalance import Rebalancer
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.runtime.schedules import GPipe
-from partitioners import Component, balanced
+from partitioners import Component, Partition, balanced
 
 FillStage = Callable[[StagePlan], None]
 """Gives the model the weights of one stage, and takes away all others."""
@@ -69,7 +69,7 @@ class TransformerExecutor:
         self._fill_stage = fill_stage
         self._components = components
         self._gpipe: GPipe | None = None
-        self._rebalancer: Rebalancer | None = None
+        self.rebalancer: Rebalancer | None = None
         latents = first_argument(model.forward)
         self._over_replicas = Cutter(latents, config.cfg_parallel_size, self._fits)
         self._along_stages = Cutter(latents, config.microbatches, self._fits)
@@ -136,16 +136,22 @@ class TransformerExecutor:
         )
         if self.config.rebalance and self.split.num_stages > 1:
             partitioner = self.config.partitioner if callable(self.config.partitioner) else balanced
-            self._rebalancer = Rebalancer(self.name, self.split, self.rolling, partitioner)
+            self.rebalancer = Rebalancer(self.name, self.split, self.rolling, partitioner)
             self.rolling.between_calls.append(self._rebalance)
         self._prepare_stage()
         return self.split
 
     def _rebalance(self) -> None:
-        assert self._rebalancer is not None
-        if (partition := self._rebalancer.better_partition()) is not None:
-            self.split = self._rebalancer.move(partition)
-            self._prepare_stage()
+        assert self.rebalancer is not None
+        if (partition := self.rebalancer.better_partition()) is not None:
+            self.repartition(partition)
+
+    def repartition(self, partition: Partition) -> SplitModel:
+        """Move blocks between the ranks, which all call this while nothing is in flight."""
+        assert self.rebalancer is not None
+        self.split = self.rebalancer.move(partition)
+        self._prepare_stage()
+        return self.split
 
     def _prepare_stage(self) -> None:
         """What a new split needs before its first call."""

@@ -11,6 +11,7 @@ from dit_pipelining.stream.spec import StreamSpec
 
 FIXED = 4
 PER_ROW = 8
+NOTED = 2
 
 
 class Kind(enum.IntEnum):
@@ -62,23 +63,22 @@ class Header:
     Attributes:
         kind: what follows.
         micro_step: for `ROWS`.
-        numbers: for other kinds: stream and first chunk of a `PROMPT`; blocks per stage for a `REBALANCE`, or none, to
-            let the measured times decide.
+        numbers: for other kinds: stream and first chunk of a `PROMPT`; the seconds of each stage for a `REBALANCE`.
     """
 
     kind: Kind
     micro_step: MicroStep | None = None
-    numbers: tuple[int, ...] = ()
+    numbers: tuple[float, ...] = ()
 
 
 def header_length(spec: StreamSpec, num_stages: int) -> int:
-    """Numbers in a header: kind, rows, blocks per stage, and at its end the load of each stage."""
-    return FIXED + max(PER_ROW * spec.max_rows, num_stages) + num_stages
+    """Numbers in a header: kind, rows or times, and at its end what stages note on the way."""
+    return FIXED + max(PER_ROW * spec.max_rows, num_stages) + NOTED * num_stages
 
 
-def loads(numbers: torch.Tensor, num_stages: int) -> torch.Tensor:
-    """The part of a header in which every stage notes what share of the time it works; a view."""
-    return numbers[-num_stages:]
+def noted(numbers: torch.Tensor, num_stages: int) -> torch.Tensor:
+    """The part of a header in which every stage notes its load and its seconds per tick, (stages, 2); a view."""
+    return numbers[-NOTED * num_stages :].view(num_stages, NOTED)
 
 
 def encode(header: Header, length: int) -> torch.Tensor:
@@ -107,7 +107,7 @@ def decode(numbers: torch.Tensor) -> Header:
     values: Sequence[float] = numbers.tolist()
     kind, tick, count = Kind(int(values[0])), int(values[1]), int(values[2])
     if kind is not Kind.ROWS:
-        return Header(kind, numbers=tuple(int(value) for value in values[FIXED : FIXED + count]))
+        return Header(kind, numbers=tuple(values[FIXED : FIXED + count]))
     rows, facts = [], []
     for i in range(count):
         branch, stream, level, chunk, noise_scale, first, given = values[

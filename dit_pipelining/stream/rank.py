@@ -10,15 +10,21 @@ import time
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 
 from dit_pipelining.comm.message_link import Direction, Layout, Message, Receiver, Sender, receive_one
 from dit_pipelining.stream.head import Source, StreamHead, Tick, given_streams, returned_rows
 from dit_pipelining.stream.links import StreamLinks
-from dit_pipelining.stream.micro_step import Header, Kind, MicroStep, decode, encode, header_length, loads
+from dit_pipelining.stream.micro_step import NOTED, Header, Kind, MicroStep, decode, encode, header_length, noted
 from dit_pipelining.stream.noise import NoiseSource
+from dit_pipelining.stream.rebalance import Rebalancing, stages_of_blocks
 from dit_pipelining.stream.stage import StreamStage
 from dit_pipelining.stream.tail import FinishedChunk, StreamTail
 from dit_pipelining.torch_internals import storage_key
+from partitioners import Partition
+
+REBALANCE_TICKS = 16
+"""How often the first rank looks whether blocks had better move."""
 
 IDLE_SECONDS = 0.001
 """How long the first stage sleeps while its sources have nothing."""
@@ -37,9 +43,11 @@ class StreamRank:
         links: to the other ranks.
         noise: the noise of chunks.
         seconds: how long to wait for another rank.
+        rebalancing: decides when blocks move; None: never.
 
     Attributes:
-        loads: share of the time that each stage works, as far as this rank knows: the last one knows all.
+        noted: load and seconds per tick of each stage, as far as this rank knows: the last one knows all, the first one a
+            little later.
     """
 
     def __init__(
@@ -50,6 +58,7 @@ class StreamRank:
         links: StreamLinks,
         noise: NoiseSource,
         seconds: float,
+        rebalancing: Rebalancing | None = None,
     ) -> None:
         self.stage = stage
         self.index = index
@@ -57,7 +66,8 @@ class StreamRank:
         self.links = links
         self.noise = noise
         self.seconds = seconds
-        self.loads = torch.zeros(num_stages, dtype=torch.float64)
+        self.rebalancing = rebalancing
+        self.noted = torch.zeros(num_stages, NOTED, dtype=torch.float64)
         self._length = header_length(stage.spec, num_stages)
         self._senders: list[Sender] = []
         self._receivers: list[Receiver] = []
@@ -104,18 +114,25 @@ class StreamRank:
 
     def _lead_tick(self, head: StreamHead, tick: Tick, onward: Sender, fresh: Sender, back: Receiver) -> None:
         assert tick.step is not None
+        if self.rebalancing is not None and tick.step.tick % REBALANCE_TICKS == REBALANCE_TICKS - 1:
+            seconds = tuple(self.noted[:, 1].tolist())
+            if (partition := self.rebalancing.better_partition(seconds)) is not None:
+                onward.send(encode(Header(Kind.REBALANCE, numbers=seconds), self._length))
+                self._move(partition)
         for stream, chunk, prompt in tick.prompts:
             self.stage.prompts.change(stream, chunk, prompt)
             onward.send(encode(Header(Kind.PROMPT, numbers=(stream, chunk)), self._length), [prompt])
         header = encode(Header(Kind.ROWS, tick.step), self._length)
-        loads(header, self.num_stages)[0] = self.stage.load()
+        self._note(header)
         if tick.fresh:
             latents = torch.cat([own for _, own in tick.fresh]).to(self.noise.device, self.noise.dtype)
             fresh.send(header, [latents])
-        while not head.has_latents(tick.step):
+        while back.has_message or not head.has_latents(tick.step):
             with back.next() as message:
                 step = decode(message.header).micro_step
                 if step is not None:
+                    self.noted = noted(message.header, self.num_stages)
+                if message.tensors and step is not None:
                     head.take_back(step, message.tensors[0].clone())
         outputs = self.stage.execute_micro_step(tick.step, [], head.latents(tick.step, tick.fresh))
         onward.send(header, outputs)
@@ -134,24 +151,28 @@ class StreamRank:
                 header = decode(message.header)
                 kind = header.kind
                 if header.micro_step is not None:
-                    self.loads = loads(message.header, self.num_stages)
-                    self.loads[self.index] = self.stage.load()
+                    self._note(message.header)
                     outputs = self.stage.execute_micro_step(header.micro_step, message.tensors)
                     if tail is None:
                         onward.send(message.header, _own(outputs, message))
                     else:
                         fresh = self._fresh(header.micro_step)
                         finished, going_on = tail.finish(header.micro_step, torch.cat(outputs), fresh)
-                        if going_on is not None:
-                            onward.send(message.header, [going_on])
+                        if going_on is not None or self.rebalancing is not None:
+                            onward.send(message.header, [] if going_on is None else [going_on])
                 elif kind is Kind.PROMPT:
                     prompt = message.tensors[0].clone()
                     stream, chunk = header.numbers
-                    self.stage.prompts.change(stream, chunk, prompt)
+                    self.stage.prompts.change(int(stream), int(chunk), prompt)
                     if not is_last:
                         onward.send(message.header, [prompt])
                 else:
                     onward.send(message.header)
+            if kind is Kind.REBALANCE:
+                assert self.rebalancing is not None
+                partition = self.rebalancing.better_partition(header.numbers)  # what it was on the first rank
+                assert partition is not None
+                self._move(partition)
             yield from finished
 
     def _fresh(self, step: MicroStep) -> list[tuple[int, torch.Tensor]]:
@@ -162,6 +183,27 @@ class StreamRank:
         layout = ((len(streams), *self.noise.shape[1:]), self.noise.dtype)
         (latents,) = receive_one(self.links.fresh, self._length, [layout], self.stage.device)
         return list(zip(streams, latents.split(1), strict=True))
+
+    # ---- moving blocks -----------------------------------------------------------------------------------------------
+
+    def _move(self, partition: Partition) -> None:
+        """Move blocks, their weights, keys and values; all ranks are here.
+
+        A rank comes here when it has done everything before the message, so nothing is in flight between the stages;
+        the latents that the last one sent back wait at the first one. Rows go on when all have their new blocks.
+        """
+        assert self.rebalancing is not None
+        split = self.rebalancing.move(partition)
+        ranks = [self.links.hops[0].source, *(hop.target for hop in self.links.hops)]
+        before, after = stages_of_blocks(self.stage.split), stages_of_blocks(split)
+        self.stage.caches.move(before, after, ranks, self.links.control, self.stage.device)
+        self.stage.rebuild(split, self.index)
+        dist.barrier(group=self.links.control)
+
+    def _note(self, header: torch.Tensor) -> None:
+        self.noted = noted(header, self.num_stages)
+        self.noted[self.index, 0] = self.stage.load()
+        self.noted[self.index, 1] = 0.0 if self.rebalancing is None else self.rebalancing.seconds_per_tick() or 0.0
 
     # ---- messages -------------------------------------------------------------------------------------------------------
 

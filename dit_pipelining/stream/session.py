@@ -22,6 +22,7 @@ from dit_pipelining.stream.motion import MotionNoise
 from dit_pipelining.stream.noise import NoiseSource
 from dit_pipelining.stream.prompts import Prompts
 from dit_pipelining.stream.rank import StreamRank
+from dit_pipelining.stream.rebalance import Rebalancing
 from dit_pipelining.stream.spec import StreamSpec
 from dit_pipelining.stream.stage import StreamStage, check_model
 from dit_pipelining.stream.tail import FinishedChunk
@@ -193,7 +194,7 @@ class VideoStream:
     def loads(self) -> list[float]:
         """The share of the time that each stage works, on the output rank."""
         if self._rank is not None:
-            return [float(load) for load in self._rank.loads]
+            return [float(load) for load in self._rank.noted[:, 0]]
         return [stage.load() for stage in self.stages]
 
     def decode(self, chunk: FinishedChunk) -> VideoChunk:
@@ -211,10 +212,12 @@ class VideoStream:
         mesh = self.rolling.mesh
         if mesh.replicas > 1:
             raise ConfigError(f"cfg_parallel_size={mesh.replicas}: a stream runs on one line of stages; leave it out.")
-        seconds = self.pipeline.transformer.__dict__[EXECUTOR].config.timeout_seconds
+        executor = self.pipeline.transformer.__dict__[EXECUTOR]
+        seconds = executor.config.timeout_seconds
+        rebalancing = Rebalancing(executor) if executor.rebalancer is not None else None
         backend = "gloo" if self.rolling.transport == "host" else "nccl"
         links = make_stream_links(mesh.ranks_of(0), timedelta(seconds=seconds), backend)
-        return StreamRank(self.stages[0], self.stage_index, num_stages, links, self.noise, seconds)
+        return StreamRank(self.stages[0], self.stage_index, num_stages, links, self.noise, seconds, rebalancing)
 
     def _split(self, text: torch.Tensor) -> SplitModel:
         model = self.pipeline.transformer

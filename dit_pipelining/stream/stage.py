@@ -13,7 +13,7 @@ from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.signature import MADE
 from dit_pipelining.errors import InputError
 from dit_pipelining.lowering.split import SplitModel
-from dit_pipelining.stream.attention import Passes, make_causal
+from dit_pipelining.stream.attention import Passes, make_causal, make_plain
 from dit_pipelining.stream.kv_cache import DistributedKVCache
 from dit_pipelining.stream.micro_step import MicroStep
 from dit_pipelining.stream.prompts import Prompts
@@ -64,6 +64,7 @@ class StreamStage:
         self.dtype: torch.dtype = cast(Any, split.model).dtype
         self.times: deque[tuple[int, Any]] = deque(maxlen=TIMED_STEPS)
         self._passes = Passes(spec)
+        self._blocks: list[nn.Module] = []
         self.rebuild(split, index)
 
     def rebuild(self, split: SplitModel, index: int) -> None:
@@ -72,9 +73,10 @@ class StreamStage:
         self.module = split.stages[index]
         self.times.clear()
         names = self.block_names(index)
-        blocks = [split.model.get_submodule(name) for name in names]
+        make_plain(self._blocks)
+        self._blocks = [split.model.get_submodule(name) for name in names]
         self._graphs = {count: self._resolve(count) for count in self._batch_sizes()}
-        make_causal(blocks, [self.caches.of(name) for name in names], self._passes)
+        make_causal(self._blocks, [self.caches.of(name) for name in names], self._passes)
         if index and any("hidden_states" in program.inputs for program in self.module.programs.values()):
             raise InputError("a stage behind the first one reads the latents, which it does not get.")
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import diffusers
 import pytest
@@ -9,10 +10,13 @@ import torch
 
 from dit_pipelining.api import ParallelConfig, load_pipeline, open_stream
 from dit_pipelining.errors import ConfigError, InputError
+from dit_pipelining.stream import rank as rank_module
 from dit_pipelining.stream.head import Source, StreamInput
 from dit_pipelining.stream.motion import MotionNoise
+from dit_pipelining.stream.rebalance import Rebalancing
 from dit_pipelining.stream.session import VideoStream
 from dit_pipelining.stream.spec import StreamSpec
+from partitioners import Partition
 from tests import checkpoints
 from tests.distributed import RankPool
 
@@ -54,6 +58,44 @@ def test_a_changed_video_over_ranks_is_that_of_one_process(ranks: RankPool, wan:
     frames, latencies = ranks.run(2, streamed, wan, 2)[-1]
     assert all(torch.equal(one, other) for one, other in zip(frames, alone, strict=True))
     assert all(0 < latency < 60 for latency in latencies)
+
+
+def moved(folder: Path) -> tuple[list[torch.Tensor], list[int], list[int], int]:
+    """Moves a block to another rank in mid-stream; also returns blocks per stage before and after, and calls of blocks."""
+    pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=2, rebalance=True, timeout_seconds=60))
+    stream = open_stream(pipeline, SPEC, prompt="a red cat", batched=False, **SIZE)
+    before = list(stream.split.partition.counts)
+    asked: list[Any] = []
+    calls: list[str] = []
+
+    def better(_: Rebalancing, seconds: Any) -> Partition | None:
+        asked.append(seconds)
+        return Partition(tuple(reversed(before))) if len(asked) == 1 else None
+
+    def count(block: torch.nn.Module, _: Any) -> None:
+        if block.attn1.processor.passes.current is not None:
+            calls.append("block")
+
+    for block in pipeline.transformer.blocks:
+        block.register_forward_pre_hook(count)
+    with (
+        mock.patch.object(Rebalancing, "better_partition", better),
+        mock.patch.object(rank_module, "REBALANCE_TICKS", 3),
+    ):
+        frames = [chunk.frames for chunk in stream.run([changed(stream)])]
+    assert len(asked) >= 1
+    held = list(stream.caches.caches)
+    after = list(stream.stages[0].split.partition.counts)
+    assert held == stream.stages[0].block_names(stream.stage_index)
+    return frames, before, after, len(calls)
+
+
+def test_blocks_that_move_in_mid_stream_change_no_bit(ranks: RankPool, wan: Path) -> None:
+    alone, _ = streamed(wan, 1)
+    (_, before, after, first), (frames, _, _, second) = ranks.run(2, moved, wan)
+    assert after == before[::-1] != before
+    assert all(torch.equal(one, other) for one, other in zip(frames, alone, strict=True))
+    assert first + second == CHUNKS * SPEC.num_levels * 3  # each row crosses each of the three blocks once
 
 
 def test_frames_are_those_of_the_whole_clip(wan: Path) -> None:
