@@ -9,8 +9,10 @@ A file and the environment may set every field of ParallelConfig under its own n
 - `pipeline_stages`: `pipeline_parallel_size`.
 - `block_partition`: `uniform` (the partitioner of that name), `dynamic` (`rebalance`).
 - `hardware.topology`: `topology`, as a key with a dot or nested.
+- `stream_batch_steps`, `slo.target_fps`, `slo.max_ttff_ms`, `slo.adaptive_steps`: of streams (`stream/goals.py`); they say
+  nothing about the ranks.
 
-In the environment DIFFUSION_PARALLELISM_STRATEGY is `strategy`, and DIFFUSION_PIPELINE_STAGES is `pipeline_stages`.
+These keys may lie under `diffusion` and `diffusion.parallelism`. In the environment they are the variables of `VARIABLES`.
 """
 
 import difflib
@@ -28,11 +30,24 @@ from dit_pipelining.errors import ConfigError
 PREFIX = "DIT_PIPELINING_"
 SIZE = "pipeline_parallel_size"
 FIELDS = tuple(field.name for field in fields(ParallelConfig))
-VARIABLES = {"DIFFUSION_PARALLELISM_STRATEGY": "strategy", "DIFFUSION_PIPELINE_STAGES": "pipeline_stages"}
+VARIABLES = {
+    "DIFFUSION_PARALLELISM_STRATEGY": "strategy",
+    "DIFFUSION_PIPELINE_STAGES": "pipeline_stages",
+    "DIFFUSION_VAE_PLACEMENT": "vae_placement",
+    "DIFFUSION_BLOCK_PARTITION": "block_partition",
+    "DIFFUSION_TOPOLOGY": "hardware.topology",
+    "DIFFUSION_STREAM_BATCH_STEPS": "stream_batch_steps",
+    "DIFFUSION_TARGET_FPS": "slo.target_fps",
+    "DIFFUSION_MAX_TTFF_MS": "slo.max_ttff_ms",
+    "DIFFUSION_ADAPTIVE_STEPS": "slo.adaptive_steps",
+}
 STRATEGIES = ("none", "pipeline", "auto")
 BLOCK_PARTITIONS: dict[str, dict[str, Any]] = {"uniform": {"partitioner": "uniform"}, "dynamic": {"rebalance": True}}
 OTHER_NAMES = {"pipeline_stages": SIZE, "hardware.topology": "topology"}
-KEYS = (*FIELDS, "strategy", "block_partition", *OTHER_NAMES)
+STREAM_KEYS = ("stream_batch_steps", "slo.target_fps", "slo.max_ttff_ms", "slo.adaptive_steps")
+TRANSPARENT = ("diffusion", "parallelism")
+"""Keys that only hold others."""
+KEYS = (*FIELDS, "strategy", "block_partition", *OTHER_NAMES, *STREAM_KEYS)
 
 
 @dataclass(frozen=True)
@@ -88,6 +103,20 @@ def load_config(
     return ParallelConfig(**merged)
 
 
+def stream_settings(
+    path: str | Path | None = None, *, environment: Mapping[str, str] = os.environ
+) -> dict[str, tuple[Any, str]]:
+    """What a file and the environment, which beats it, say about streams: value by key, and how to name it in an error.
+
+    Raises:
+        ConfigError: the file cannot be read; a key is not known.
+    """
+    sources = [_read_environment(environment)]
+    if path is not None:
+        sources.insert(0, _read_file(Path(path)))
+    return {key: (own.settings[key], own.of(key)) for own in sources for key in STREAM_KEYS if key in own.settings}
+
+
 def _as_fields(source: _Source) -> dict[str, Any]:
     """The settings of one source under the names of ParallelConfig's fields."""
     found: dict[str, Any] = {}
@@ -126,16 +155,23 @@ def _read_file(path: Path) -> _Source:
         settings = {}
     if not isinstance(settings, dict):
         raise ConfigError(f"the configuration file {path} holds a {type(settings).__name__}; expected keys and values.")
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        if key == "hardware" and isinstance(value, dict):
-            flat |= {f"hardware.{inner}": own for inner, own in value.items()}
-        else:
-            flat[str(key)] = value
+    flat = _flattened(settings)
     for key in flat:
         if key not in KEYS:
             raise _unknown(f"the key {key!r} of {path}", key, KEYS)
     return _Source(str(path), flat, {})
+
+
+def _flattened(settings: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if key in TRANSPARENT and isinstance(value, dict):
+            flat |= _flattened(value)
+        elif key in ("hardware", "slo") and isinstance(value, dict):
+            flat |= {f"{key}.{inner}": own for inner, own in value.items()}
+        else:
+            flat[str(key)] = value
+    return flat
 
 
 def _read_environment(environment: Mapping[str, str]) -> _Source:

@@ -18,6 +18,7 @@ embedded model is such a one:
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ from stream_files import FrameWriter, camera_frames, video_frames
 from dit_pipelining.api import StreamSpec, VideoStream, open_stream
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.runtime.report import print_split
-from dit_pipelining.stream.batch_scheduler import describe
+from dit_pipelining.stream.batch_scheduler import describe, fewer_levels
 from dit_pipelining.stream.consumer import DROPS, Consumer
+from dit_pipelining.stream.goals import StreamGoals, load_goals
 from dit_pipelining.stream.head import Pending, Source, StreamInput
 from dit_pipelining.stream.metrics import StreamMetrics
 from dit_pipelining.stream.motion import MotionNoise
@@ -45,13 +47,15 @@ def main() -> None:
     args = flags().parse_args()
     check_output(args.output, (".mp4",))
     changes = prompt_changes(args.prompt_at)
-    spec = spec_of(args)
+    goals = goals_of(args)
+    spec = spec_of(args, goals)
     check_video(args.video)
     parts = {"transformer": WanTransformer3DModel.from_pretrained(args.transformer)} if args.transformer else {}
     pipeline = load_with(args, parallel_config(args), **parts)
     stream = open_stream(pipeline, spec, **sizes(args))
-    if args.target_fps is not None:
-        choice = tune(stream, args.target_fps, args.max_latency)
+    if goals.target_fps is not None or goals.max_ttff_ms is not None:
+        first = None if goals.max_ttff_ms is None else goals.max_ttff_ms / 1e3
+        choice = tune(stream, goals.target_fps or 0.0, args.max_latency, first)
         if stream.is_output:
             print(f"chosen: {describe(choice)} expected")
         stream = open_stream(pipeline, choice.spec, **sizes(args))
@@ -93,13 +97,23 @@ def flags() -> argparse.ArgumentParser:
     return parser
 
 
-def spec_of(args: argparse.Namespace) -> StreamSpec:
+def goals_of(args: argparse.Namespace) -> StreamGoals:
+    """What the flags say, else the environment and the file of --config."""
+    goals = load_goals(args.config)
+    if args.target_fps is not None:
+        return replace(goals, target_fps=args.target_fps)
+    return goals if goals.adaptive_steps else replace(goals, target_fps=None, max_ttff_ms=None)
+
+
+def spec_of(args: argparse.Namespace, goals: StreamGoals) -> StreamSpec:
     try:
         levels = tuple(float(level) for level in args.levels.split(","))
     except ValueError:
         raise ConfigError(
             f"--levels {args.levels}: expected numbers with commas between, such as 1,0.75,0.5."
         ) from None
+    if goals.stream_batch_steps is not None:
+        levels = fewer_levels(levels, min(goals.stream_batch_steps, len(levels)))
     return StreamSpec(
         levels=levels,
         frames_per_chunk=args.frames_per_chunk,

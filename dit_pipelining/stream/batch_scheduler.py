@@ -1,5 +1,6 @@
 """StreamBatchScheduler: how many levels, streams and frames per chunk meet a frame rate and a latency."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -87,6 +88,7 @@ class StreamBatchScheduler:
         self,
         target_fps: float,
         max_latency: float | None = None,
+        max_first_frame: float | None = None,
         *,
         levels: Iterable[Sequence[float]] | None = None,
         streams: Iterable[int] = (1,),
@@ -97,6 +99,7 @@ class StreamBatchScheduler:
         Args:
             target_fps: frames per second that each stream needs.
             max_latency: seconds from a chunk's start to its end, at most.
+            max_first_frame: seconds until the first frame, at most.
             levels: lists of noise levels to choose from. Default: the first 1, 2, ... of the measured spec, evenly chosen.
             streams: numbers of streams to choose from.
             frames_per_chunk: latent frames to choose from. Default: those of the measured spec.
@@ -120,10 +123,17 @@ class StreamBatchScheduler:
                 sinks=_whole_chunks(measured.sinks, own_frames),
             )
             choices += [self.forecast(spec, guidance) for guidance in self._ways_of_guidance(spec)]
-        good = [own for own in choices if own.fps >= target_fps and own.latency <= (max_latency or float("inf"))]
+        within = [
+            own
+            for own in choices
+            if own.latency <= (math.inf if max_latency is None else max_latency)
+            and own.first_frame <= (math.inf if max_first_frame is None else max_first_frame)
+        ]
+        good = [own for own in within if own.fps >= target_fps]
         if not good:
             near = max(choices, key=lambda own: (own.fps >= target_fps, min(own.fps, target_fps), -own.latency))
             wanted = f"{target_fps:g} frames/s" + (f" within {max_latency:g} s" if max_latency is not None else "")
+            wanted += f" and a first frame within {max_first_frame:g} s" if max_first_frame is not None else ""
             raise ConfigError(
                 f"no choice gives {wanted} on these {len(self.stages)} stages. Nearest is {describe(near)}. Take more stages, "
                 "fewer streams, smaller pictures, or other goals."

@@ -110,9 +110,8 @@ def decode(numbers: torch.Tensor) -> Header:
         return Header(kind, numbers=tuple(values[FIXED : FIXED + count]))
     rows, facts = [], []
     for i in range(count):
-        branch, stream, level, chunk, noise_scale, first, given = values[
-            FIXED + PER_ROW * i : FIXED + PER_ROW * (i + 1)
-        ]
+        branch, stream, level, chunk, *own = values[FIXED + PER_ROW * i : FIXED + PER_ROW * (i + 1)]
         rows.append(Row(int(branch), int(stream), int(level), int(chunk)))
-        facts.append(ChunkFacts(noise_scale, bool(first), bool(given)))
+        noise_scale, first, given, started = own
+        facts.append(ChunkFacts(noise_scale, bool(first), bool(given), started))
     return Header(kind, MicroStep(tick, tuple(rows), tuple(facts)))

@@ -34,7 +34,11 @@ def measure(stream: VideoStream) -> list[StageCost]:
 
 
 def tune(
-    stream: VideoStream, target_fps: float, max_latency: float | None = None, streams: Iterable[int] = ()
+    stream: VideoStream,
+    target_fps: float,
+    max_latency: float | None = None,
+    max_first_frame: float | None = None,
+    streams: Iterable[int] = (),
 ) -> StreamChoice:
     """The configuration for these goals on these stages; every rank calls this and gets the same.
 
@@ -42,13 +46,15 @@ def tune(
         stream: with the most levels to choose from.
         target_fps: frames per second that each stream needs.
         max_latency: seconds from a chunk's start to its end, at most.
+        max_first_frame: seconds until the first frame, at most.
         streams: numbers of streams to choose from; default: that of `stream`.
 
     Raises:
         ConfigError: no choice meets both.
     """
     scheduler = StreamBatchScheduler(measure(stream), stream.spec)
-    return scheduler.compute_optimal_config(target_fps, max_latency, streams=tuple(streams) or (stream.spec.streams,))
+    wanted = tuple(streams) or (stream.spec.streams,)
+    return scheduler.compute_optimal_config(target_fps, max_latency, max_first_frame, streams=wanted)
 
 
 def _run(stream: VideoStream) -> float:

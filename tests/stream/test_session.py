@@ -73,7 +73,8 @@ def moved(folder: Path) -> tuple[list[torch.Tensor], list[int], list[int], int]:
         return Partition(tuple(reversed(before))) if len(asked) == 1 else None
 
     def count(block: torch.nn.Module, _: Any) -> None:
-        if block.attn1.processor.passes.current is not None:
+        passes = getattr(block.attn1.processor, "passes", None)
+        if passes is not None and passes.current is not None:  # else it is a capture
             calls.append("block")
 
     for block in pipeline.transformer.blocks:
