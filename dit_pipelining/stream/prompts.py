@@ -42,6 +42,8 @@ class Prompts:
         As long as the prompts are the same it is the same tensor, so that what stages make of it is kept.
         """
         parts = [self._of(row) for row in rows]
+        if len(parts) == 1:
+            return parts[0]
         known = self._stacked
         if (
             known is None

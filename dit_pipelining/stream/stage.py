@@ -13,9 +13,10 @@ from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.signature import MADE
 from dit_pipelining.errors import InputError
 from dit_pipelining.lowering.split import SplitModel
-from dit_pipelining.stream.attention import Passes, make_causal, make_plain
+from dit_pipelining.stream.attention import make_causal, make_plain
 from dit_pipelining.stream.kv_cache import DistributedKVCache
 from dit_pipelining.stream.micro_step import MicroStep
+from dit_pipelining.stream.passes import Passes
 from dit_pipelining.stream.prompts import Prompts
 from dit_pipelining.stream.spec import TRAIN_TIMESTEPS, StreamSpec
 

@@ -7,8 +7,8 @@
 per stage time; what is lost is messages and Python.
 
 `--gpu`: real configurations with random weights in bf16 on one GPU: frames per second, time to the first frame and latency
-with 1 to 4 levels, without and with the VAE, beside what StreamDiffusionV2 reports for one H100, whose figures are
-with the VAE. Per stage a and b of `a + b * rows`; with these the schedule is played through for 2 and 4 GPUs.
+with 1 to 4 levels, without the VAE, with decoding, and from video to video, beside what StreamDiffusionV2 reports for one
+H100 (video to video). Per stage a and b of `a + b * rows`; with these the schedule is played through for 2 and 4 GPUs.
 The first chunks of each run load kernels and are not counted.
 """
 
@@ -45,6 +45,7 @@ from dit_pipelining.stream.vae import StreamVAE
 
 LEVELS = (1.0, 0.9375, 0.8333, 0.625)
 FRAMES_PER_LATENT = 4
+WAIT_SECONDS = 120.0
 
 # Frames per second with 1, 2, 3 and 4 levels on one H100, and on several, as the authors report them.
 PUBLISHED = {
@@ -93,12 +94,12 @@ def sleeping(num_stages: int, seconds: float, chunks: int) -> dict[str, Any]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = mp.get_context("spawn")
-    queue = context.SimpleQueue()
+    queue = context.Queue()
     arguments = (num_stages, seconds, chunks, port, queue)
     processes = [context.Process(target=_sleep_rank, args=(rank, *arguments)) for rank in range(num_stages)]
     for process in processes:
         process.start()
-    times = queue.get()
+    times = queue.get(timeout=WAIT_SECONDS + 2 * seconds * (chunks + 3 * len(LEVELS) * num_stages))
     for process in processes:
         process.join(60)
     rate = (len(times) - 1) / (times[-1] - times[0])
@@ -172,6 +173,11 @@ def on_gpu(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     torch.backends.cudnn.benchmark = True
     with torch.no_grad():
         vae = AutoencoderKLWan().to(device, torch.bfloat16).eval()
+        for module in vae.modules():  # as the GPU's matrix units want convolutions
+            if isinstance(module, torch.nn.Conv3d):
+                module.to(memory_format=torch.channels_last_3d)
+            elif isinstance(module, torch.nn.Conv2d):
+                module.to(memory_format=torch.channels_last)
         for name in args.models:
             model = random_transformer(preset(MODELS[name]), device).eval()
             for size in args.sizes:
@@ -189,7 +195,8 @@ def measured(model: Any, vae: AutoencoderKLWan, name: str, size: str, compiled: 
     if compiled:
         for block in model.blocks:
             block.compile()
-    text = torch.randn(1, 512, 4096, device=model.device, dtype=model.dtype)
+    device = model.device
+    text = torch.randn(1, 512, 4096, device=device, dtype=model.dtype)
     found: dict[str, Any] = {"model": name, "size": size, "compiled": compiled, "levels": []}
     samples: list[tuple[int, float]] = []
     for count in range(1, len(LEVELS) + 1):
@@ -198,21 +205,43 @@ def measured(model: Any, vae: AutoencoderKLWan, name: str, size: str, compiled: 
         _timed(stage, None, count + 4)  # kernels, and keys and values up to the window
         alone = _timed(stage, None, chunks)
         samples += stage.seconds()
-        both = _timed(stage, StreamVAE(vae), chunks)
-        published = PUBLISHED[name, size][count - 1]
-        row = {"levels": count, "dit": vars(alone), "with_vae": vars(both), "published_with_vae": published}
+        decoded = _timed(stage, StreamVAE(vae), chunks)
+        changed = _timed(stage, StreamVAE(vae), chunks, _frames(size, device))
+        row = {
+            "levels": count,
+            "dit": vars(alone),
+            "decoded": vars(decoded),
+            "video_to_video": vars(changed),
+            "published": PUBLISHED[name, size][count - 1],
+        }
         found["levels"].append(row)
     found["cost"] = vars(fit_cost(samples))
-    found["vae_seconds"] = {"decode": _decode_seconds(vae, shape)}
+    found["vae_seconds"] = _vae_seconds(vae, shape, _frames(size, device))
     found["predicted"] = predicted(StageCost(**found["cost"]), found["vae_seconds"]["decode"])
     return found
 
 
-def _timed(stage: StreamStage, vae: StreamVAE | None, chunks: int) -> Run:
-    """Run a stream from its beginning; events on the GPU tell when each chunk was there, so the host may run ahead."""
+def _frames(size: str, device: torch.device) -> torch.Tensor:
+    """The four frames of a chunk of random video, and the one before the first."""
+    return torch.rand(1, 3, 1 + FRAMES_PER_LATENT, *SIZES[size], device=device, dtype=torch.bfloat16) * 2 - 1
+
+
+def _encoded(vae: StreamVAE, frames: torch.Tensor, chunks: int) -> Iterator[StreamInput]:
+    """Chunks of a video that is encoded as it comes."""
+    for chunk in range(chunks):
+        latents = vae.encode_chunk(frames[:, :, 1:] if chunk else frames[:, :, :1])
+        yield StreamInput(vae.normalise(latents.float()), noise_scale=0.9)
+
+
+def _timed(stage: StreamStage, vae: StreamVAE | None, chunks: int, frames: torch.Tensor | None = None) -> Run:
+    """Run a stream from its beginning; events on the GPU tell when each chunk was there, so the host may run ahead.
+
+    With a VAE every chunk is decoded; with frames these are encoded and changed, else chunks are made of noise.
+    """
     levels = stage.spec.num_levels
     noise = NoiseSource(0, stage.shape, torch.float32, stage.device)
-    inputs = [StreamInput()] * (chunks + levels)
+    count = chunks + 2 * levels
+    inputs = [StreamInput()] * count if vae is None or frames is None else _encoded(vae, frames, count)
     torch.cuda.synchronize()
     began = torch.cuda.Event(enable_timing=True)
     began.record()
@@ -231,17 +260,23 @@ def _timed(stage: StreamStage, vae: StreamVAE | None, chunks: int) -> Run:
     return Run(FRAMES_PER_LATENT * rate, times[0], latency)
 
 
-def _decode_seconds(vae: AutoencoderKLWan, shape: tuple[int, ...]) -> float:
+def _vae_seconds(vae: AutoencoderKLWan, shape: tuple[int, ...], frames: torch.Tensor) -> dict[str, float]:
+    """Seconds of a chunk, alone on the GPU."""
     stream = StreamVAE(vae)
     latents = torch.randn(shape, device=vae.device, dtype=vae.dtype)
-    times = []
+    stream.encode_chunk(frames[:, :, :1])
+    times: dict[str, list[float]] = {"decode": [], "encode": []}
     for _ in range(8):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        stream.decode_chunk(latents)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[3:])
+        for name, own in times.items():
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            if name == "decode":
+                stream.decode_chunk(latents)
+            else:
+                stream.encode_chunk(frames[:, :, 1:])
+            torch.cuda.synchronize()
+            own.append(time.perf_counter() - began)
+    return {name: statistics.median(own[3:]) for name, own in times.items()}
 
 
 def predicted(cost: StageCost, decode: float) -> dict[str, Any]:
@@ -270,25 +305,24 @@ def report(found: list[dict[str, Any]]) -> None:
     rows = []
     for own in found:
         for level in own["levels"]:
-            dit, both = level["dit"], level["with_vae"]
-            rows.append(
-                {
-                    "model": f"{own['model']} {own['size']}" + (" compiled" if own["compiled"] else ""),
-                    "levels": str(level["levels"]),
-                    "DiT fps": f"{dit['fps']:.1f}",
-                    "latency ms": f"{1e3 * dit['latency']:.0f}",
-                    "with VAE fps": f"{both['fps']:.2f}",
-                    "first frame ms": f"{1e3 * both['first_frame']:.0f}",
-                    "latency with VAE ms": f"{1e3 * both['latency']:.0f}",
-                    "published": f"{level['published_with_vae']:.2f}",
-                }
-            )
+            row = {
+                "model": f"{own['model']} {own['size']}" + (" compiled" if own["compiled"] else ""),
+                "levels": str(level["levels"]),
+            }
+            for name in ("dit", "decoded", "video_to_video"):
+                row[f"{name.replace('_', ' ')} fps"] = f"{level[name]['fps']:.2f}"
+            for name in ("decoded", "video_to_video"):
+                run = level[name]
+                row[f"{name.replace('_', ' ')}: first frame, latency ms"] = (
+                    f"{1e3 * run['first_frame']:.0f}, {1e3 * run['latency']:.0f}"
+                )
+            rows.append({**row, "published fps": f"{level['published']:.2f}"})
     show("one GPU, random weights, bf16", rows)
     for own in found:
         cost = own["cost"]
         print(
-            f"{own['model']} {own['size']}: a {1e3 * cost['fixed']:.2f} ms, b {1e3 * cost['per_row']:.2f} ms per row, decode "
-            f"{1e3 * own['vae_seconds']['decode']:.1f} ms per chunk"
+            f"{own['model']} {own['size']}: a {1e3 * cost['fixed']:.2f} ms, b {1e3 * cost['per_row']:.2f} ms per row; "
+            f"a chunk's decode {1e3 * own['vae_seconds']['decode']:.1f} ms, encode {1e3 * own['vae_seconds']['encode']:.1f} ms"
         )
         for name, value in own["predicted"].items():
             print(f"  predicted {name}: {value['fps']:.2f} fps, latency {value['latency']:.3f} s")

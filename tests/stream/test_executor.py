@@ -9,7 +9,7 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 from dit_pipelining.errors import InputError
-from dit_pipelining.stream import attention
+from dit_pipelining.stream import passes
 from dit_pipelining.stream.cache import Place, Pointer, place_of
 from dit_pipelining.stream.executor import run_in_one_process
 from dit_pipelining.stream.head import StreamInput, endless
@@ -116,7 +116,7 @@ def test_a_frame_offset_off_by_one_is_not_the_reference(monkeypatch: pytest.Monk
         changes = {name: getattr(place, name) for name in ("own", "seen", "position", "sink_shift")}
         return Place(**{**changes, shifted: changes[shifted] + (written == 4)})
 
-    monkeypatch.setattr(attention, "place_of", off_by_one)
+    monkeypatch.setattr(passes, "place_of", off_by_one)
     wrong, right = streamed(spec(2))[0], expected(spec(2))[0]
     assert same([wrong[:4]], [right[:4]])
     assert (wrong[4] - right[4]).abs().max() > 1e-4
