@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ import torch
 from PIL import Image
 
 from dit_pipelining.errors import ConfigError
-from dit_pipelining.stream.consumer import Consumer
 from dit_pipelining.stream.head import PENDING, Pending
+
+KEPT_FRAMES = 4
+"""Frames of a camera that wait; older ones are dropped."""
 
 
 def video_frames(path: Path, height: int, width: int) -> Iterator[torch.Tensor]:
@@ -34,16 +38,19 @@ def camera_frames(name: str, height: int, width: int) -> Iterator[torch.Tensor |
         ConfigError: there is no such camera.
     """
     with _reader(name, f"--camera {name}") as reader:
-        waiting: list[np.ndarray] = []
-        grabbed = iter(reader)
-        taken: Consumer[None] = Consumer(lambda _: waiting.append(next(grabbed)), size=1, drop="newest")
+        latest: deque[np.ndarray] = deque(maxlen=KEPT_FRAMES)
+        grabbing = threading.Thread(target=latest.extend, args=(reader,), daemon=True)
+        grabbing.start()
         while True:
-            taken.put(None)
-            if not waiting:
+            alive = grabbing.is_alive()  # asked first: what it grabbed last is still there when it has ended
+            try:
+                frame = latest.popleft()
+            except IndexError:
+                if not alive:
+                    return
                 yield PENDING
-                continue
-            yield _fitted(waiting.pop(0), height, width)
-            del waiting[:-1]
+            else:
+                yield _fitted(frame, height, width)
 
 
 class FrameWriter:
