@@ -116,6 +116,7 @@ class VideoStream:
         self._rank = self._make_rank(num_stages)
         self._decoders = [StreamVAE(pipeline.vae) for _ in range(spec.streams)] if self.is_output else []
 
+    @torch.no_grad()
     def embed(self, prompt: str) -> torch.Tensor:
         """A prompt's embedding, for `StreamInput.prompt`, (1, tokens, channels). Every rank calls this."""
         embedded = self.pipeline.encode_prompt(
