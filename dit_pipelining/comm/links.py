@@ -74,7 +74,7 @@ def make_links(mesh: Mesh, timeout: timedelta, device: torch.device, backend: st
     """Make the groups of all replicas and warm each up with a real transfer; every rank of the mesh calls this."""
 
     def group(ranks: Sequence[int]) -> dist.ProcessGroup:
-        return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=_options(backend))
+        return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=group_options(backend))
 
     links = []
     for replica in range(mesh.replicas):
@@ -93,7 +93,7 @@ def make_links(mesh: Mesh, timeout: timedelta, device: torch.device, backend: st
     return links
 
 
-def _options(backend: str) -> Any:
+def group_options(backend: str) -> Any:
     """Waiting NCCL kernels take multiprocessors from the stages: few channels each (1.12x instead of 1.52x, two H200)."""
     if backend != "nccl":
         return None

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dit_pipelining.comm.cuda_streams import new_stream
 from dit_pipelining.comm.host_memory import Transfer, start_receive, start_send
 
 Layout = tuple[tuple[int, ...], torch.dtype]
@@ -88,7 +89,8 @@ class Sender:
 
     def _work(self) -> None:
         try:
-            with torch.cuda.device(self.device):
+            # A stream of its own: on the caller's, a transfer would wait for what was computed after it.
+            with torch.cuda.stream(new_stream(self.device)):
                 while (job := self._jobs.get()) is not None:
                     event, header, tensors = job
                     event.synchronize()
@@ -100,11 +102,11 @@ class Sender:
         own = self.direction
         self._keep(dist.isend(header, own.target, group=own.headers), header)
         for tensor in tensors:
-            if own.backend == "gloo":
-                work: Any = start_send(tensor, lambda part: dist.isend(part, own.target, group=own.data))
-            else:
-                work = dist.isend(tensor, own.target, group=own.data)
-            self._keep(work, tensor)
+            if tensor.device.type == "cuda":
+                tensor.record_stream(
+                    torch.cuda.current_stream(self.device)
+                )  # a wait for the work is one of the stream only
+            self._keep(_start_send(own, tensor), tensor)
 
     def _keep(self, work: Any, tensor: torch.Tensor) -> None:
         self._unfinished.append((work, tensor))
@@ -158,7 +160,7 @@ class Receiver:
         self._length = header_length
         self._layouts = layouts
         self._is_last = is_last
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = new_stream(device) if device.type == "cuda" else None
         self._buffers = [
             _Buffer(torch.empty(0, dtype=torch.uint8, device=device), threading.Semaphore()) for _ in range(BUFFERS)
         ]
@@ -230,6 +232,19 @@ class Receiver:
         return tensors
 
 
+def warm_up(directions: Sequence[Direction], device: torch.device) -> None:
+    """A transfer in each direction, one after the other; all their ranks call this.
+
+    What NCCL makes at the first transfer would else hold up the GPU in the middle of a stream.
+    """
+    for own in directions:
+        probe = torch.zeros(1, device=device)
+        if dist.get_rank() == own.source:
+            _start_send(own, probe).wait()
+        elif dist.get_rank() == own.target:
+            _start_receive(own, probe).wait()
+
+
 def receive_one(direction: Direction, header_length: int, layouts: Sequence[Layout], device: torch.device) -> list[Any]:
     """The tensors of one message, for directions that are used now and then: received when they are asked for."""
     _receive_header(direction, header_length)
@@ -245,6 +260,12 @@ def _receive_header(direction: Direction, length: int) -> torch.Tensor:
     assert work is not None  # this rank is in the group
     work.wait()
     return header
+
+
+def _start_send(direction: Direction, tensor: torch.Tensor) -> Any:
+    if direction.backend == "gloo":
+        return start_send(tensor, lambda part: dist.isend(part, direction.target, group=direction.data))
+    return dist.isend(tensor, direction.target, group=direction.data)
 
 
 def _start_receive(direction: Direction, tensor: torch.Tensor) -> "dist.Work | Transfer":

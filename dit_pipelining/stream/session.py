@@ -217,7 +217,7 @@ class VideoStream:
         seconds = executor.config.timeout_seconds
         rebalancing = Rebalancing(executor) if executor.rebalancer is not None else None
         backend = "gloo" if self.rolling.transport == "host" else "nccl"
-        links = make_stream_links(mesh.ranks_of(0), timedelta(seconds=seconds), backend)
+        links = make_stream_links(mesh.ranks_of(0), timedelta(seconds=seconds), backend, self.device)
         return StreamRank(self.stages[0], self.stage_index, num_stages, links, self.noise, seconds, rebalancing)
 
     def _split(self, text: torch.Tensor) -> SplitModel:

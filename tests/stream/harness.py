@@ -64,7 +64,7 @@ def run(
 def rank(model: WanTransformer3DModel, spec: StreamSpec, counts: Sequence[int], prompts: Any = None) -> StreamRank:
     """This rank's part of a pipeline over all ranks of the group; rows run one by one."""
     timeout = timedelta(seconds=30)
-    links = make_stream_links(range(len(counts)), timeout, "gloo")
+    links = make_stream_links(range(len(counts)), timeout, "gloo", CPU)
     own = dist.get_rank()
     stage = stages(model, spec, counts, batched=False, prompts=prompts)[own]
     return StreamRank(stage, own, len(counts), links, noise(model.dtype), timeout.total_seconds())
