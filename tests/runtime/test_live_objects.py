@@ -13,10 +13,10 @@ from dit_pipelining.runtime.attach import rolling_of
 from tests import checkpoints
 from tests.distributed import RankPool
 
-STEPS = 40
+STEPS = 20
 MEASURED_AT = (4, 5, 6, STEPS - 1)
 MORE_IN_FLIGHT = 8
-"""What transfers on their way may hold more at one look than at another; one object for each call would be 130."""
+"""What transfers on their way may hold more at one look than at another; one object for each call would be 50."""
 
 
 class Watched:
