@@ -141,6 +141,16 @@ class RequestQueue:
         self._something.set()
         return future
 
+    @property
+    def running(self) -> int:
+        """Requests in flight."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait to join."""
+        return self._waiting.qsize()
+
     def cancel_all(self) -> None:
         """Cancel what waits and what runs."""
         for own in list(self._submissions.values()):

@@ -1,0 +1,205 @@
+r"""Images and videos over HTTP: many clients, one pipeline over several ranks, requests side by side.
+
+    torchrun --nproc-per-node 2 recipes/http_server.py --model black-forest-labs/FLUX.1-dev --dtype bfloat16 --port 8000
+
+    curl localhost:8000/v1/images/generations -d '{"prompt": "a cat", "size": "1024x1024", "seed": 7}'
+
+POST /v1/images/generations takes an object as OpenAI's endpoint of that name does: `prompt`, `n`, `size`; beside them `seed`,
+`negative_prompt`, `num_inference_steps`, `guidance_scale`, `num_frames` and `timeout` in seconds. It answers with
+`{"created": ..., "data": [{"b64_json": ...}]}`: PNG files, or GIF files where the pipeline makes videos. With `"stream": true`
+it answers with server-sent events: one per denoising step, then the result. GET /health says how many requests run and wait.
+
+A request that cannot be gets status 400 and the reason, one too many 429, one whose time is over 504. On SIGTERM and SIGINT the
+server takes no more requests and finishes those it has.
+"""
+
+import asyncio
+import base64
+import io
+import json
+import re
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import CancelledError
+from typing import Any
+
+import numpy as np
+import torch
+import uvicorn
+from common import base_parser, load_with, parallel_config, run
+from PIL import Image
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from dit_pipelining.api import serve
+from dit_pipelining.runtime.serving import QueueFullError, RequestQueue
+
+KINDS: dict[str, type | tuple[type, ...]] = {
+    "prompt": str,
+    "n": int,
+    "size": str,
+    "seed": int,
+    "negative_prompt": str,
+    "num_inference_steps": int,
+    "guidance_scale": (int, float),
+    "num_frames": int,
+    "timeout": (int, float),
+    "stream": bool,
+}
+"""Fields of a request and what they hold."""
+
+PASSED_ON = ("prompt", "negative_prompt", "num_inference_steps", "guidance_scale", "num_frames")
+
+MOST_IMAGES = 16
+
+
+class RefusedError(Exception):
+    """A request that cannot be; the message is for the client."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def main() -> None:
+    flags = base_parser(__doc__ or "")
+    flags.add_argument("--host", default="127.0.0.1")
+    flags.add_argument("--port", type=int, default=8000, help="0: any that is free; the server prints it")
+    flags.add_argument("--max-in-flight", type=int, help="default: twice as many as processes")
+    flags.add_argument("--max-waiting", type=int, default=64)
+    args = flags.parse_args()
+    pipeline = load_with(args, parallel_config(args))
+    pipeline.set_progress_bar_config(disable=True)
+    defaults = {
+        name: getattr(args, name)
+        for name in ("width", "height", *PASSED_ON[1:4])
+        if getattr(args, name, None) is not None
+    }
+    with torch.no_grad(), serve(pipeline, max_in_flight=args.max_in_flight, max_waiting=args.max_waiting) as queue:
+        if queue.leads:
+            uvicorn.run(application(queue, defaults), host=args.host, port=args.port, log_level="info")
+
+
+def application(queue: RequestQueue, defaults: dict[str, Any]) -> Starlette:
+    """The server in front of a queue."""
+
+    async def generate(request: Request) -> Response:
+        try:
+            body = read(await request.body())
+            if body.get("stream"):
+                return StreamingResponse(events(queue, body, defaults), media_type="text/event-stream")
+            return JSONResponse(await result(queue, body, defaults))
+        except RefusedError as error:
+            return JSONResponse({"error": {"message": str(error)}}, status_code=error.status)
+
+    async def health(_: Request) -> Response:
+        return JSONResponse({"status": "ok", "running": queue.running, "waiting": queue.waiting})
+
+    return Starlette(
+        routes=[Route("/v1/images/generations", generate, methods=["POST"]), Route("/health", health, methods=["GET"])]
+    )
+
+
+def read(text: bytes) -> dict[str, Any]:
+    """The fields of a request.
+
+    Raises:
+        RefusedError: it is no object of such fields; says why.
+    """
+    try:
+        body = json.loads(text)
+    except ValueError as error:
+        raise RefusedError(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RefusedError("the body is not an object")
+    unknown = [name for name in body if name not in KINDS]
+    if unknown:
+        raise RefusedError(f"unknown fields {', '.join(unknown)}; known are {', '.join(KINDS)}")
+    for name, value in body.items():
+        wrong = not isinstance(value, KINDS[name]) or (isinstance(value, bool) and KINDS[name] is not bool)
+        if wrong:
+            raise RefusedError(f"{name}={value!r} is of the wrong kind")
+    if not body.get("prompt"):
+        raise RefusedError("there is no prompt")
+    if not 1 <= body.get("n", 1) <= MOST_IMAGES:
+        raise RefusedError(f"n={body['n']}: from 1 to {MOST_IMAGES}")
+    if "size" in body and not re.fullmatch(r"[1-9]\d{0,4}x[1-9]\d{0,4}", body["size"]):
+        raise RefusedError(f"size={body['size']!r}: expected WIDTHxHEIGHT, such as 1024x1024")
+    return body
+
+
+def submit(queue: RequestQueue, body: dict[str, Any], defaults: dict[str, Any], on_step: Any = None) -> list[Any]:
+    call = defaults | {name: body[name] for name in PASSED_ON if name in body}
+    if "size" in body:
+        call["width"], call["height"] = map(int, body["size"].split("x"))
+    seed = body.get("seed", int(torch.randint(2**31, ()).item()))
+    try:
+        return [
+            queue.submit(
+                timeout=body.get("timeout"), on_step=on_step, generator=torch.Generator().manual_seed(seed + i), **call
+            )
+            for i in range(body.get("n", 1))
+        ]
+    except QueueFullError as error:
+        raise RefusedError(str(error), status=429) from None
+
+
+async def result(queue: RequestQueue, body: dict[str, Any], defaults: dict[str, Any], on_step: Any = None) -> Any:
+    futures = submit(queue, body, defaults, on_step)
+    try:
+        outputs = [await asyncio.wrap_future(future) for future in futures]
+    except TimeoutError as error:
+        raise RefusedError(str(error), status=504) from None
+    except (CancelledError, asyncio.CancelledError):
+        raise RefusedError("the request was cancelled", status=503) from None
+    except (ValueError, TypeError) as error:
+        raise RefusedError(f"the pipeline refuses it: {error}") from None
+    finally:
+        for future in futures:
+            future.cancel()  # those that are left when one fails, or the client goes
+    return {"created": int(time.time()), "data": [{"b64_json": encoded(output)} for output in outputs]}
+
+
+async def events(queue: RequestQueue, body: dict[str, Any], defaults: dict[str, Any]) -> AsyncIterator[str]:
+    loop = asyncio.get_running_loop()
+    steps: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+
+    def on_step(done: int, total: int | None) -> None:
+        loop.call_soon_threadsafe(steps.put_nowait, {"type": "progress", "step": done, "steps": total})
+
+    answer = asyncio.ensure_future(result(queue, body, defaults, on_step))
+    try:
+        while not (answer.done() and steps.empty()):
+            step = asyncio.ensure_future(steps.get())
+            await asyncio.wait([answer, step], return_when=asyncio.FIRST_COMPLETED)
+            if step.done():
+                yield event(step.result())
+            else:
+                step.cancel()
+        try:
+            yield event({"type": "result", **answer.result()})
+        except RefusedError as error:
+            yield event({"type": "error", "error": {"message": str(error)}})
+    finally:
+        answer.cancel()
+
+
+def event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data)}\n\n"
+
+
+def encoded(output: Any) -> str:
+    """The first image of a pipeline's output as PNG, or its first video as GIF, in base64."""
+    file = io.BytesIO()
+    if hasattr(output, "images"):
+        output.images[0].save(file, format="PNG")
+    else:
+        frames = [Image.fromarray((np.asarray(frame) * 255).round().astype("uint8")) for frame in output.frames[0]]
+        frames[0].save(file, format="GIF", save_all=True, append_images=frames[1:], duration=60, loop=0)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+if __name__ == "__main__":
+    run(main)
