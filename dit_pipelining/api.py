@@ -28,6 +28,8 @@ from dit_pipelining.runtime.requests import OnOutput, run_requests
 from dit_pipelining.runtime.serving import RequestQueue
 from dit_pipelining.stream.session import VideoStream
 from dit_pipelining.stream.spec import StreamSpec
+from dit_pipelining.weights.checkpoint import Checkpoint
+from dit_pipelining.weights.components import components_in_folder, components_in_memory, load_on_owners
 from dit_pipelining.weights.load import check_tensors
 from dit_pipelining.weights.pipelines import (
     DtypeChoice,
@@ -35,12 +37,14 @@ from dit_pipelining.weights.pipelines import (
     is_transformer,
     name_sources,
     pipeline_folder,
+    read_index,
     refuse_contradicting,
     refuse_other_models,
     silence_loading_bars,
     transformers_of,
     without_components,
 )
+from dit_pipelining.weights.placement import Component, place_components
 from partitioners import Component, Partitioner
 
 __all__ = [
@@ -131,7 +135,8 @@ def load_pipeline(
     """Load a diffusers pipeline whose transformers are split over the ranks of this launch.
 
     Every rank makes the same calls and gets the same results. A rank reads only the weights of its own stage, at the
-    first call of the pipeline, since where to cut depends on the shapes; text encoders and VAE are on every rank.
+    first call of the pipeline, since where to cut depends on the shapes. Text encoders, image encoders and VAEs are loaded
+    on one rank each, which runs them for all.
 
     Args:
         source: a pipeline's folder, or a hub id.
@@ -188,26 +193,32 @@ def _load(
     given = {name: value for name, value in components.items() if is_transformer(type(value))}
     empty = empty_transformers(folder, dtype, variant, given=components)
     for transformer in empty.values():
-        check_tensors(transformer.model, transformer.checkpoint)
+        if isinstance(transformer.checkpoint, Checkpoint):
+            check_tensors(transformer.model, transformer.checkpoint)
     models = {**{name: transformer.model for name, transformer in empty.items()}, **given}
     if not models:
         passed = ", ".join(f"{name}={type(value).__name__}" for name, value in components.items())
         raise NotATransformerError(f"{passed}: no diffusion transformer is left to split. Leave the transformer out.")
     _check_splits(config, models)
+    index = read_index(folder)
+    on_disk = components_in_folder(folder, index, given=components)
+    owners = _owners(config, {**on_disk, **components_in_memory(components)})
     device = launch.join()
-    with without_components(folder, [*models, *components]) as rest:
-        pipeline = pipeline_class.from_pretrained(rest, **{**options, **models})  # type: ignore[attr-defined]
+    loaded = load_on_owners(folder, index, {name: owners[name] for name in on_disk if name in owners}, options)
+    with without_components(folder, [*models, *components, *loaded]) as rest:
+        pipeline = pipeline_class.from_pretrained(rest, **{**options, **models, **loaded})  # type: ignore[attr-defined]
         name_sources(pipeline, source, folder, loaded_from=rest)
     fill = {name: from_memory(model, device) for name, model in given.items()}
     fill |= {name: from_checkpoint(transformer, device) for name, transformer in empty.items()}
-    spread(pipeline, models, fill, config, device, launch.guard)
+    spread(pipeline, models, fill, owners, config, device, launch.guard)
     return pipeline
 
 
 def parallelize(pipeline: Any, config: ParallelConfig) -> Any:
     """Split the transformers of a pipeline that is in memory over the ranks of this launch.
 
-    Each rank keeps its stage's weights, at the first call of the pipeline, and drops the others.
+    Each rank keeps its stage's weights, at the first call of the pipeline, and drops the others; of text encoders, image
+    encoders and VAEs it keeps those that it runs for all.
 
     Args:
         pipeline: a diffusers pipeline, the same on every rank; it is changed in place.
@@ -224,10 +235,16 @@ def parallelize(pipeline: Any, config: ParallelConfig) -> Any:
             return pipeline.to(launch.join())
         models = transformers_of(pipeline)
         _check_splits(config, models)
+        owners = _owners(config, components_in_memory(pipeline.components))
         device = launch.join()
         fill = {name: from_memory(model, device) for name, model in models.items()}
-        spread(pipeline, models, fill, config, device, launch.guard)
+        spread(pipeline, models, fill, owners, config, device, launch.guard)
     return pipeline
+
+
+def _owners(config: ParallelConfig, components: Mapping[str, Component]) -> dict[str, int]:
+    config.check_component_ranks(components)
+    return place_components(components, config.world_size, config.shown_on(), config.component_ranks)
 
 
 def _check_splits(config: ParallelConfig, models: Mapping[str, nn.Module]) -> None:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from dit_pipelining.errors import ConfigError, WorldSizeError
 from partitioners import (
@@ -63,6 +64,11 @@ class ParallelConfig:
         rebalance: measure how long the stages take, and between two calls of the pipeline move blocks to other ranks where
             that makes the slowest stage faster. Results stay the same bit for bit.
         timeout_seconds: how long a rank waits for another before the run ends with an error.
+        component_ranks: the rank that holds a text encoder, image encoder or VAE, by component name, for example
+            `{"vae": 0}`; `"all"`: every rank holds it and runs it. Default: encoders on the first rank, spread out where
+            they are large, VAEs on the last rank that returns results.
+        output_ranks: ranks that return what the pipeline makes; the others return the same class of output with None in
+            place of the data, and never hold decoded pixels. For example `[0]`.
 
     Raises:
         ConfigError: a value cannot be used; says which and why.
@@ -84,6 +90,8 @@ class ParallelConfig:
     vae_placement: str = "inline"
     rebalance: bool = False
     timeout_seconds: float = 600.0
+    component_ranks: Mapping[str, int | Literal["all"]] | None = None
+    output_ranks: Literal["all"] | Sequence[int] = "all"
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "cfg_parallel_size", "microbatches"):
@@ -117,9 +125,32 @@ class ParallelConfig:
         seconds = self.timeout_seconds
         if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
             raise ConfigError(f"timeout_seconds={seconds!r}: expected a number of seconds above 0.")
+        self._check_ranks()
         for given in self.partition.values() if isinstance(self.partition, Mapping) else [self.partition]:
             if given is not None:
                 early_counts_check(given, self.pipeline_parallel_size)
+
+    def shown_on(self) -> tuple[int, ...]:
+        """The ranks that return what the pipeline makes, in order."""
+        return tuple(range(self.world_size)) if self.output_ranks == "all" else tuple(sorted(set(self.output_ranks)))
+
+    def _check_ranks(self) -> None:
+        places: Mapping[str, Any] = self.component_ranks or {}
+        if not isinstance(places, Mapping):
+            raise ConfigError(f"component_ranks={places!r}: expected ranks by component name, such as {{'vae': 0}}.")
+        for name, place in places.items():
+            if place != "all":
+                self._check_rank(f"component_ranks[{name!r}]", place, ', or "all"')
+        if isinstance(self.output_ranks, str) and self.output_ranks == "all":
+            return
+        if isinstance(self.output_ranks, str) or not isinstance(self.output_ranks, Sequence) or not self.output_ranks:
+            raise ConfigError(f'output_ranks={self.output_ranks!r}: expected "all" or ranks, such as [0].')
+        for rank in self.output_ranks:
+            self._check_rank("output_ranks", rank, "")
+
+    def _check_rank(self, name: str, rank: object, otherwise: str) -> None:
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.world_size:
+            raise ConfigError(f"{name}: {rank!r} is no rank; expected 0 to {self.world_size - 1}{otherwise}.")
 
     def check_world_size(self, world_size: int) -> None:
         """Compare the number of launched processes with the degrees.
@@ -142,6 +173,20 @@ class ParallelConfig:
     def counts_for(self, component: str) -> str | Sequence[int] | None:
         """The blocks per stage that `partition` gives one transformer; None: the variable or the partitioner decides."""
         return self.partition.get(component) if isinstance(self.partition, Mapping) else self.partition
+
+    def check_component_ranks(self, names: Iterable[str]) -> None:
+        """Compare the components that `component_ranks` names with those of a pipeline that can lie on one rank.
+
+        Raises:
+            ConfigError: it names another one.
+        """
+        names = list(names)
+        for name in self.component_ranks or {}:
+            if name not in names:
+                raise ConfigError(
+                    f"component_ranks names {name!r}; the components of this pipeline that can lie on one rank are "
+                    f"{', '.join(map(repr, names)) or 'none'}."
+                )
 
     def check_components(self, names: Iterable[str]) -> None:
         """Compare the components that `partition` names with those of a pipeline that are split.

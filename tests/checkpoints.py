@@ -18,9 +18,12 @@ from diffusers import (
 )
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    CLIPImageProcessor,
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
     PreTrainedTokenizerFast,
     T5Config,
     T5EncoderModel,
@@ -108,6 +111,41 @@ def _wan_components() -> dict[str, Any]:
         vae=AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], latents_mean=[0.0] * 4, latents_std=[1.0] * 4),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
     )
+
+
+def wan_i2v(folder: Path, seed: int = 0) -> Path:
+    """A Wan 2.1 image-to-video pipeline with its image encoder."""
+    torch.manual_seed(seed)
+    transformer = WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=12,
+        out_channels=4,
+        text_dim=32,
+        freq_dim=32,
+        ffn_dim=48,
+        num_layers=2,
+        rope_max_seq_len=32,
+        image_dim=4,
+        added_kv_proj_dim=24,
+    )
+    vision = CLIPVisionConfig(
+        hidden_size=4, projection_dim=4, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=16
+    )
+    pipeline = WanImageToVideoPipeline(
+        tokenizer=tokenizer(32),
+        text_encoder=UMT5EncoderModel(
+            UMT5Config(vocab_size=32, d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4)
+        ),
+        image_encoder=CLIPVisionModelWithProjection(vision),
+        image_processor=CLIPImageProcessor(crop_size=32, size=32),
+        vae=AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], latents_mean=[0.0] * 4, latents_std=[1.0] * 4),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        transformer=_randomised(transformer),
+    )
+    pipeline.save_pretrained(folder)
+    return folder
 
 
 def flux(folder: Path, seed: int = 0) -> Path:

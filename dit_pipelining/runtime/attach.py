@@ -5,19 +5,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from diffusers.image_processor import InpaintProcessor, VaeImageProcessor
 from torch import nn
 
 from dit_pipelining.capture.signature import bind
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.runtime.agreement import given_arguments
+from dit_pipelining.runtime.components import REFUSED, refusal
 from dit_pipelining.runtime.executor import TransformerExecutor
 from dit_pipelining.runtime.pending import resolved
 from dit_pipelining.runtime.rolling import Rolling
+from dit_pipelining.runtime.withheld import hand_through, refuse_withheld, without_data
 from dit_pipelining.torch_internals import parse_to
 
 EXECUTOR = "_dit_pipelining_executor"
 ROLLING = "_dit_pipelining_rolling"
+PROCESSORS = (VaeImageProcessor, InpaintProcessor)
+"""Of images and videos, before and after the pipeline."""
 
 
 def attach(model: nn.Module, executor: TransformerExecutor) -> None:
@@ -35,11 +40,19 @@ def attach(model: nn.Module, executor: TransformerExecutor) -> None:
     model.__class__ = _parallel_class(cls)
 
 
-def attach_pipeline(pipeline: Any, rolling: Rolling) -> None:
-    """Make results leave the pipeline as ordinary tensors, ranks agree on each call, and `generate` find its runtime."""
+def attach_pipeline(pipeline: Any, rolling: Rolling, *, shows: bool = True) -> None:
+    """Make results leave the pipeline as ordinary tensors, ranks agree on each call, and `generate` find its runtime.
+
+    Args:
+        pipeline: a diffusers pipeline.
+        rolling: its runtime.
+        shows: whether this rank returns what the pipeline made; otherwise its results hold None.
+    """
     pipeline.__dict__[ROLLING] = rolling
     cls: Any = type(pipeline)
-    pipeline.__class__ = _resolving_class(cls)
+    pipeline.__class__ = _spread_class(cls, shows)
+    if not shows:
+        hand_through(value for value in vars(pipeline).values() if isinstance(value, PROCESSORS))
 
 
 def rolling_of(pipeline: Any) -> Rolling | None:
@@ -48,36 +61,56 @@ def rolling_of(pipeline: Any) -> Rolling | None:
     return found
 
 
-def resolve_inputs(component: nn.Module) -> None:
-    """Let a component that is not split wait for its inputs before it starts.
+def resolve_inputs(name: str, component: nn.Module) -> None:
+    """Let a component that is on every rank wait for its inputs before it starts.
 
     A VAE keeps caches while it decodes; no other request may get a turn in the middle.
     """
-    component.register_forward_pre_hook(lambda _, args, kwargs: (resolved(args), resolved(kwargs)), with_kwargs=True)
-    for name in ("encode", "decode"):
-        method = getattr(component, name, None)
-        if callable(method):
-            setattr(component, name, _resolving(method))
+
+    def ready(args: Any, kwargs: Any) -> tuple[Any, Any]:
+        refuse_withheld(f"the component {name!r}", args, kwargs)
+        return resolved(args), resolved(kwargs)
+
+    component.register_forward_pre_hook(lambda _, args, kwargs: ready(args, kwargs), with_kwargs=True)
+    for method in ("encode", "decode"):
+        function = getattr(component, method, None)
+        if callable(function):
+            setattr(component, method, _with_inputs(function, ready))
 
 
-def _resolving(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
+def _with_inputs(function: Callable[..., Any], ready: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[..., Any]:
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return method(*resolved(args), **resolved(kwargs))
+        args, kwargs = ready(args, kwargs)
+        return function(*args, **kwargs)
 
     return call
 
 
+REFUSED_BY_PIPELINES = {
+    "enable_model_cpu_offload": "Ranks keep their part on their device: use more ranks instead.",
+    "enable_sequential_cpu_offload": "Ranks keep their part on their device: use more ranks instead.",
+    "enable_group_offload": "Ranks keep their part on their device: use more ranks instead.",
+    "reset_device_map": "Ranks keep their part on their device: leave it out.",
+    "save_pretrained": "Weights of a split pipeline lie on different ranks: copy the folder it was loaded from.",
+    "push_to_hub": "Weights of a split pipeline lie on different ranks: copy the folder it was loaded from.",
+    "__deepcopy__": "A copy would need ranks of its own: load the pipeline again.",
+}
+"""What a split pipeline cannot do, and what to do instead."""
+
+
 @functools.cache
-def _resolving_class(cls: Any) -> Any:
+def _spread_class(cls: Any, shows: bool) -> Any:
     @functools.wraps(cls.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         rolling: Rolling = self.__dict__[ROLLING]
         own_call = cls.__call__.__get__(self)
         with rolling.call(cls.__name__, given_arguments(own_call, args, kwargs)):
-            return resolved(own_call(*args, **kwargs))
+            output = resolved(own_call(*args, **kwargs))
+            return output if shows else without_data(output)
 
-    return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+    refused = {name: refusal(name, advice) for name, advice in REFUSED_BY_PIPELINES.items()}
+    return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__, **refused})
 
 
 def split_of(component: Any) -> SplitModel | None:
@@ -119,5 +152,6 @@ def _parallel_class(cls: Any) -> Any:
         "to": to,
         "_apply": apply,
         "__module__": cls.__module__,
+        **{name: refusal(name, advice) for name, advice in REFUSED.items()},
     }
     return type(cls.__name__, (cls,), members)

@@ -22,6 +22,7 @@ from dit_pipelining.runtime.pending import resolved
 from dit_pipelining.runtime.rebalance import Rebalancer
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.runtime.schedules import GPipe
+from dit_pipelining.runtime.withheld import refuse_withheld
 from partitioners import Component, Partition, balanced
 
 FillStage = Callable[[StagePlan], None]
@@ -78,6 +79,7 @@ class TransformerExecutor:
     def __call__(self, kwargs: Mapping[str, Any]) -> Any:
         """Run one call of the forward; returns on every rank what the unsplit transformer returns."""
         kwargs = resolved(dict(kwargs))
+        refuse_withheld(f"the transformer {self.name!r}", kwargs)
         parts = [part for own in self._over_replicas.cut(kwargs) for part in self._along_stages.cut(own)]
         self._idle.see(self.rolling.turns, len(parts))
         split = self.split_for(parts[0])

@@ -8,17 +8,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dit_pipelining.comm.components import make_owner_links
 from dit_pipelining.comm.failure import Guard
 from dit_pipelining.comm.mesh import Mesh
 from dit_pipelining.comm.transport import choose_transport
 from dit_pipelining.config import ParallelConfig
-from dit_pipelining.errors import SplitError
+from dit_pipelining.errors import CheckpointError, SplitError
 from dit_pipelining.lowering.boundary import StagePlan
 from dit_pipelining.runtime.attach import attach, attach_pipeline, resolve_inputs
+from dit_pipelining.runtime.components import OwnedComponent, is_owned, own
 from dit_pipelining.runtime.executor import FillStage, TransformerExecutor
 from dit_pipelining.runtime.rolling import Rolling
+from dit_pipelining.weights.components import drop_weights
 from dit_pipelining.weights.load import load_weights, release_weights
 from dit_pipelining.weights.pipelines import EmptyTransformer
+from dit_pipelining.weights.placement import kind_of
 from partitioners import Component
 
 
@@ -26,52 +30,87 @@ def spread(
     pipeline: Any,
     transformers: Mapping[str, nn.Module],
     fill: Mapping[str, FillStage],
+    owners: Mapping[str, int],
     config: ParallelConfig,
     device: torch.device,
     guard: Guard,
 ) -> None:
-    """Attach an executor to every transformer, and put all other components on this rank's device.
+    """Attach an executor to every transformer and to every component of one rank; put all others on this rank's device.
 
     Args:
         pipeline: a diffusers pipeline; it is changed in place.
         transformers: those of its components that are split, by name.
         fill: how each of them gets the weights of this rank's stage.
+        owners: the rank of each component that lives on one; elsewhere it has no weights.
         config: degrees and partitioner.
         device: of this rank.
         guard: of this launch.
     """
     mesh = Mesh(dist.get_rank(), config.pipeline_parallel_size, config.cfg_parallel_size)
+    shown = config.shown_on()
     timeout = timedelta(seconds=config.timeout_seconds)
     transport = choose_transport(config, device, dist.new_group(timeout=timeout, backend="gloo"))
+    owner_links = make_owner_links(list(owners.values()), shown, device, timeout, transport)
     rolling = Rolling(mesh, device, timeout, guard, transport)
     for name, model in transformers.items():
         if getattr(pipeline, name) is not model:
             raise SplitError(f"{type(pipeline).__name__} did not take over its component {name!r}; it cannot be split.")
-        beside = held_beside(pipeline, name, transformers, config)
+        beside = held_beside(pipeline, name, transformers, owners, config)
         attach(model, TransformerExecutor(name, model, config, rolling, fill[name], beside))
     for name, component in pipeline.components.items():
-        if isinstance(component, nn.Module) and name not in transformers:
+        if not isinstance(component, nn.Module) or name in transformers:
+            continue
+        if name not in owners:
             component.to(device)
-            resolve_inputs(component)
+            resolve_inputs(name, component)
+        elif not is_owned(component):  # one module can have two names
+            _place(component, device, is_owner=owners[name] == mesh.rank)
+            links = owner_links[owners[name]]
+            is_decoder = kind_of(type(component)) == "decoder"
+            own(component, OwnedComponent(name, links, mesh.rank, is_decoder, shown, rolling))
     if mesh.rank != 0:
         pipeline.set_progress_bar_config(disable=True)
-    attach_pipeline(pipeline, rolling)
+    attach_pipeline(pipeline, rolling, shows=mesh.rank in shown)
+
+
+def _place(component: nn.Module, device: torch.device, *, is_owner: bool) -> None:
+    if is_owner:
+        component.to(device)
+        return
+    drop_weights(component)
+    for module in component.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def held_beside(
-    pipeline: Any, name: str, transformers: Mapping[str, nn.Module], config: ParallelConfig
+    pipeline: Any,
+    name: str,
+    transformers: Mapping[str, nn.Module],
+    owners: Mapping[str, int],
+    config: ParallelConfig,
 ) -> list[Component]:
     """What the rank of each stage holds besides that stage of one transformer.
 
-    That is its stage of every other transformer, about an even share, and all other components. A VAE that shall have a rank
-    of its own has the last one.
+    That is its stage of every other transformer, about an even share, the components that it owns, and those that every rank
+    has; of the ranks of a stage in several replicas the one that holds most counts. A VAE that shall have a rank of its own
+    has the one that owns it, else the last one.
     """
     stages = config.pipeline_parallel_size
-    others = sum(_bytes(model) for other, model in transformers.items() if other != name) // stages
-    modules = (part for key, part in pipeline.components.items() if key not in transformers)
-    held = others + sum(_bytes(part) for part in modules if isinstance(part, nn.Module))
-    alone = stages - 1 if config.vae_placement == "shared" else None
-    return [Component(f"other components of stage {i}", bytes=held, rank=i, alone=i == alone) for i in range(stages)]
+    sizes = {key: _bytes(part) for key, part in pipeline.components.items() if isinstance(part, nn.Module)}
+    others = sum(sizes[other] for other in transformers if other != name) // stages
+    everywhere = sum(size for key, size in sizes.items() if key not in transformers and key not in owners)
+    owned = [sum(sizes[key] for key, owner in owners.items() if owner == rank) for rank in range(config.world_size)]
+    alone = owners.get("vae", stages - 1) % stages if config.vae_placement == "shared" else None
+    return [
+        Component(
+            f"other components of stage {stage}",
+            bytes=others + everywhere + max(owned[stage::stages]),
+            rank=stage,
+            alone=stage == alone,
+        )
+        for stage in range(stages)
+    ]
 
 
 def _bytes(module: nn.Module) -> int:
@@ -82,6 +121,8 @@ def from_checkpoint(empty: EmptyTransformer, device: torch.device) -> FillStage:
     """Fill a stage with its tensors of the checkpoint."""
 
     def fill(plan: StagePlan) -> None:
+        if isinstance(empty.checkpoint, CheckpointError):
+            raise empty.checkpoint
         load_weights(empty.model, plan.weights, empty.checkpoint, device, empty.torch_dtype)
 
     return fill

@@ -71,11 +71,11 @@ class Turns:
         request = self.current()
         submitted, request.submitted = request.submitted, 0
         if submitted and len(self._ring) > 1 and request in self._ring:
-            request.random_state = _random_state()
+            request.random_state = random_state()
             with self._lock:
                 self._pass(request)
                 self._await(request)
-            _set_random_state(request.random_state)
+            set_random_state(request.random_state)
         if request.cancelled:
             raise RequestCancelledError(request.cancelled)
 
@@ -105,7 +105,7 @@ class Turns:
 
             self.join(index, call)
 
-        state = _random_state()
+        state = random_state()
         self.error = None  # of an earlier run that failed alike on all ranks
         self._mode = _Mode.current(state)
         self._threads = []
@@ -117,7 +117,7 @@ class Turns:
         while position < len(self._threads):  # threads are added while others run
             self._threads[position].join(0.2)
             position += not self._threads[position].is_alive()
-        _set_random_state(state)
+        set_random_state(state)
         self._turn = None
         if self.error is not None:
             raise self.error
@@ -191,17 +191,19 @@ class _Mode:
     def entered(self) -> Iterator[None]:
         if self.device is not None:
             torch.cuda.set_device(self.device)
-        _set_random_state(self.random_state)
+        set_random_state(self.random_state)
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad and not self.inference):
             yield
 
 
-def _random_state() -> Any:
+def random_state() -> Any:
+    """The state of torch's global generators: of the CPU, and of the current GPU if there is one."""
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     return torch.get_rng_state(), cuda
 
 
-def _set_random_state(state: Any) -> None:
+def set_random_state(state: Any) -> None:
+    """Go back to what `random_state` returned."""
     cpu, cuda = state
     torch.set_rng_state(cpu)
     if cuda is not None:

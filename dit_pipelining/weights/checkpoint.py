@@ -98,6 +98,11 @@ def open_checkpoint(folder: str | Path, variant: str | None = None) -> Checkpoin
     )
 
 
+def has_variant(folder: Path, variant: str) -> bool:
+    """Whether a component's folder has files of a variant, such as `"fp16"`."""
+    return any(True for _ in folder.glob(f"*.{variant}[.-]*"))
+
+
 def _files_of_index(folder: Path, index: Path) -> dict[str, Path]:
     try:
         weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]

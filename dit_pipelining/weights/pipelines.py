@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 from dit_pipelining.errors import CheckpointError, ConfigError, ModelNotFoundError, NotATransformerError
-from dit_pipelining.weights.checkpoint import Checkpoint, open_checkpoint
+from dit_pipelining.weights.checkpoint import Checkpoint, has_variant, open_checkpoint
 from dit_pipelining.weights.empty import empty_model
 
 TRANSFORMERS = "diffusers.models.transformers."
@@ -45,10 +45,16 @@ DtypeChoice = torch.dtype | Mapping[str, torch.dtype] | None
 
 @dataclass(frozen=True)
 class EmptyTransformer:
-    """A transformer without weights, and where they are."""
+    """A transformer without weights, and where they are.
+
+    Attributes:
+        model: on the meta device.
+        checkpoint: its weights; of one that the pipeline does not use, the error that reading them gave.
+        torch_dtype: of the weights, as asked for.
+    """
 
     model: nn.Module
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | CheckpointError
     torch_dtype: torch.dtype | None
 
 
@@ -154,7 +160,7 @@ def refuse_contradicting(arguments: Mapping[str, Any]) -> None:
 
 
 def empty_transformers(
-    folder: Path, dtype: DtypeChoice, variant: str | None = None, given: Container[str] = ()
+    folder: Path, dtype: DtypeChoice, variant: str | None = None, given: Mapping[str, Any] | None = None
 ) -> dict[str, EmptyTransformer]:
     """Build every diffusion transformer of a pipeline's folder without weights, by component name.
 
@@ -162,7 +168,7 @@ def empty_transformers(
         folder: of the pipeline.
         dtype: of the weights, as `from_pretrained` takes it.
         variant: of the files. As in diffusers it holds for those components that have files of it.
-        given: names of components that are not read from the folder.
+        given: components that are not read from the folder, and other arguments of the pipeline.
 
     Raises:
         NotATransformerError: the pipeline has none (a UNet pipeline, for example).
@@ -170,14 +176,23 @@ def empty_transformers(
         ModelNotFoundError: model_index.json cannot be read.
     """
     found: dict[str, EmptyTransformer] = {}
-    if variant and not any(_has_variant(path, variant) for path in folder.iterdir() if path.is_dir()):
+    given = given or {}
+    index = read_index(folder)
+    unused = unused_transformer(given.get("boundary_ratio", index.get("boundary_ratio")))
+    if variant and not any(has_variant(path, variant) for path in folder.iterdir() if path.is_dir()):
         raise CheckpointError(f"{folder} has no files of the variant {variant!r}. Leave `variant` out.")
-    for name, cls in transformer_classes(read_index(folder)).items():
+    for name, cls in transformer_classes(index).items():
         if name in given:
             continue
         own = folder / name
         torch_dtype = dtype.get(name, dtype.get("default")) if isinstance(dtype, Mapping) else dtype
-        checkpoint = open_checkpoint(own, variant if variant and _has_variant(own, variant) else None)
+        checkpoint: Checkpoint | CheckpointError
+        try:
+            checkpoint = open_checkpoint(own, variant if variant and has_variant(own, variant) else None)
+        except CheckpointError as error:
+            if name != unused:
+                raise
+            checkpoint = error
         config = cls.load_config(own)  # type: ignore[attr-defined]
         model = empty_model(cls, config, torch_dtype)
         model.register_to_config(_name_or_path=str(own))  # type: ignore[operator]
@@ -185,8 +200,14 @@ def empty_transformers(
     return found
 
 
-def _has_variant(folder: Path, variant: str) -> bool:
-    return any(True for _ in folder.glob(f"*.{variant}[.-]*"))
+def unused_transformer(boundary_ratio: float | None) -> str | None:
+    """Which of two transformers such a boundary between them leaves without work: none of its weights are read.
+
+    Wan 2.2 gives timesteps from `boundary_ratio * num_train_timesteps` on to `transformer` and those below to
+    `transformer_2`. With 1.0 a scheduler that starts at the very last timestep does call `transformer` once; it is then
+    loaded at that call.
+    """
+    return {0.0: "transformer_2", 1.0: "transformer"}.get(boundary_ratio) if boundary_ratio is not None else None
 
 
 @contextmanager

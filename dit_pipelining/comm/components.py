@@ -1,0 +1,132 @@
+"""Process groups over which the rank that owns a component tells the others what it computed.
+
+[Note: order on the groups of components]
+Each owner has groups of its own, in which it is the only one that sends. It posts what a call gave when the call has run;
+the others take it when the calling request has its next turn. Turns are the same on every rank, so on each group sends and
+receives come in one order, and the thread that posts is the one whose turn it is. With one group for all owners they would
+not: while one rank has yet to take the first owner's result, it may have sent its own.
+
+A result travels as a small header over gloo, and then as its tensors' bytes: over the device's own backend where they lie
+on an accelerator. The header leaves when the data is there, so that no kernel waits on the receiving device.
+"""
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dit_pipelining.comm.host_memory import start_receive, start_send
+from dit_pipelining.comm.links import Work, group_options
+from dit_pipelining.comm.packing import Part
+
+
+@dataclass(frozen=True)
+class Audience:
+    """Ranks that get an owner's tensors, the owner among them.
+
+    Attributes:
+        ranks: in order.
+        host: a gloo group; None where the owner is alone.
+        device: an NCCL group for tensors on GPUs; None where they go through host memory.
+    """
+
+    ranks: tuple[int, ...]
+    host: dist.ProcessGroup | None
+    device: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class OwnerLinks:
+    """How one owner's results get to the other ranks.
+
+    Attributes:
+        owner: the rank that computes.
+        everyone: all ranks; headers go to all of them.
+        outputs: the owner and those ranks that return what the pipeline made.
+        device: of this rank.
+    """
+
+    owner: int
+    everyone: Audience
+    outputs: Audience
+    device: torch.device
+
+    def send(self, header: Any, flats: Sequence[torch.Tensor], audience: Audience) -> list[Work]:
+        """Post a header to all ranks, and tensors of bytes to an audience. They must live until the works are done."""
+        data = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
+        works = [self._start(tensor, self.everyone) for tensor in (torch.tensor([data.numel()]), data)]
+        if audience.host is not None:
+            works += [self._start(flat, audience) for flat in flats if flat.numel()]
+        return works
+
+    def receive_header(self) -> Any:
+        """Wait for the next header."""
+        size = torch.empty(1, dtype=torch.int64)
+        self._start(size, self.everyone).wait()
+        data = torch.empty(int(size), dtype=torch.uint8)
+        self._start(data, self.everyone).wait()
+        return pickle.loads(data.numpy().tobytes())
+
+    def receive(self, parts: Sequence[Part], audience: Audience) -> list[torch.Tensor]:
+        """Wait for the bytes that belong to the header received last."""
+        devices = ["cpu" if part.device_type == "cpu" else self.device for part in parts]
+        flats = [
+            torch.empty(part.bytes, dtype=torch.uint8, device=device)
+            for part, device in zip(parts, devices, strict=True)
+        ]
+        for work in [self._start(flat, audience) for flat in flats if flat.numel()]:
+            work.wait()
+        return flats
+
+    def _start(self, tensor: torch.Tensor, audience: Audience) -> Work:
+        over_host = tensor.device.type == "cpu" or audience.device is None
+        group = audience.host if over_host else audience.device
+
+        def post(own: torch.Tensor) -> dist.Work | None:
+            return dist.broadcast(own, self.owner, group=group, async_op=True)
+
+        if not over_host:
+            work = post(tensor)
+            assert work is not None  # this rank is in the group
+            return work
+        return start_send(tensor, post) if dist.get_rank() == self.owner else start_receive(tensor, post)
+
+
+def make_owner_links(
+    owners: Sequence[int], output_ranks: Sequence[int], device: torch.device, timeout: timedelta, transport: str
+) -> dict[int, OwnerLinks]:
+    """Make the groups of all owners; every rank calls this with the same arguments.
+
+    Args:
+        owners: ranks that own components.
+        output_ranks: ranks that return what the pipeline made.
+        device: of this rank.
+        timeout: of the groups.
+        transport: how data moves between the ranks, from `choose_transport`.
+    """
+    world = range(dist.get_world_size())
+    links = {}
+    for owner in sorted(set(owners)):
+        everyone = _audience(world, timeout, transport)
+        members = sorted({owner, *output_ranks})
+        outputs = everyone if members == list(world) else _audience(members, timeout, transport)
+        links[owner] = OwnerLinks(owner, everyone, outputs, device)
+        for audience in (everyone, outputs):
+            if audience.device is not None and dist.get_rank() in audience.ranks:
+                # No communicator is made while stages run.
+                dist.broadcast(torch.zeros(1, device=device), owner, group=audience.device)
+    return links
+
+
+def _audience(ranks: Sequence[int], timeout: timedelta, transport: str) -> Audience:
+    if len(ranks) == 1:
+        return Audience(tuple(ranks), None, None)
+    host = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+    device = None
+    if transport != "host":
+        device = dist.new_group(list(ranks), timeout=timeout, backend="nccl", pg_options=group_options("nccl"))
+    return Audience(tuple(ranks), host, device)

@@ -1,0 +1,150 @@
+"""Load each component that is not split on the rank that owns it, and give the others an empty copy."""
+
+import inspect
+import json
+import tempfile
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+from dit_pipelining.comm.packing import pack, tensor_in, unpack
+from dit_pipelining.errors import SplitError
+from dit_pipelining.weights.checkpoint import has_variant
+from dit_pipelining.weights.load import release_weights
+from dit_pipelining.weights.placement import Component, kind_of
+
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.ckpt")
+
+
+def components_in_folder(folder: Path, index: Mapping[str, Any], given: Container[str] = ()) -> dict[str, Component]:
+    """The components of a pipeline's folder that go to one rank, with the bytes of their files.
+
+    Args:
+        folder: of the pipeline.
+        index: content of its model_index.json.
+        given: names of components that are not read from the folder.
+    """
+    found = {}
+    for name, entry in index.items():
+        if not isinstance(entry, list) or len(entry) != 2 or name in given:
+            continue
+        cls = _component_class(*entry)
+        kind = kind_of(cls) if cls is not None else None
+        if kind is not None:
+            files = [file for pattern in WEIGHT_FILES for file in (folder / name).glob(pattern)]
+            found[name] = Component(kind, sum(file.stat().st_size for file in files))
+    return found
+
+
+def components_in_memory(components: Mapping[str, Any]) -> dict[str, Component]:
+    """The components among these objects that go to one rank, with the bytes of their parameters."""
+    found = {}
+    for name, component in components.items():
+        kind = kind_of(type(component)) if isinstance(component, nn.Module) else None
+        if kind is not None:
+            found[name] = Component(kind, sum(p.numel() * p.itemsize for p in component.parameters()))
+    return found
+
+
+def load_on_owners(
+    folder: Path, index: Mapping[str, Any], owners: Mapping[str, int], options: Mapping[str, Any]
+) -> dict[str, nn.Module]:
+    """Load this rank's components, and get the others' without weights; all ranks call this.
+
+    An empty copy is what its owner loaded: class, configuration, dtypes, attributes and buffers (which pipelines read:
+    the statistics of FLUX.2's VAE, for example), but its parameters are on the meta device. Files of other ranks'
+    components are not opened.
+
+    Args:
+        folder: of the pipeline.
+        index: content of its model_index.json.
+        owners: rank of each component, by name.
+        options: `dtype` and `variant`, as `from_pretrained` takes them.
+
+    Raises:
+        Exception: what loading raised, on every rank.
+    """
+    rank = dist.get_rank()
+    mine = [name for name, owner in owners.items() if owner == rank]
+    loaded: dict[str, nn.Module] = {}
+    packed: dict[str, Any] = {}
+    error: Exception | None = None
+    try:
+        loaded = _load(folder, index, mine, options) if mine else {}
+        packed = {name: _packed(name, component) for name, component in loaded.items()}
+    except Exception as raised:
+        error = raised
+    found = dict(loaded)
+    for owner in sorted(set(owners.values())):
+        box: list[Any] = [_failed(error) or packed] if owner == rank else [None]
+        dist.broadcast_object_list(box, src=owner)
+        if isinstance(box[0], SplitError):
+            raise error or box[0]
+        if owner != rank:
+            found |= {name: unpack(header, tensor_in(flats)) for name, (header, flats) in box[0].items()}
+    return {name: found[name] for name in owners}
+
+
+def drop_weights(module: nn.Module) -> None:
+    """Leave a module's parameters without data; configuration, dtypes, attributes and buffers stay."""
+    release_weights(module, ())
+
+
+def _packed(name: str, component: nn.Module) -> Any:
+    try:
+        return pack(component, weights=False)
+    except Exception as error:
+        raise SplitError(
+            f"the component {name!r} ({type(component).__name__}) cannot be described to the other ranks: {error}. Keep it on "
+            f'every rank: ParallelConfig(component_ranks={{"{name}": "all"}}).'
+        ) from error
+
+
+def _failed(error: Exception | None) -> SplitError | None:
+    """The error as it can travel: some cannot be pickled."""
+    return None if error is None else SplitError(f"{type(error).__name__} on rank {dist.get_rank()}: {error}")
+
+
+def _load(
+    folder: Path, index: Mapping[str, Any], names: Sequence[str], options: Mapping[str, Any]
+) -> dict[str, nn.Module]:
+    """Some components as diffusers' `from_pretrained` loads them: through a pipeline that has no others."""
+    variant = options.get("variant")
+    if variant is not None and not any(has_variant(folder / name, variant) for name in names):
+        options = {**options, "variant": None}
+    with tempfile.TemporaryDirectory() as made:
+        for name in names:
+            (Path(made) / name).symlink_to((folder / name).resolve())
+        own = {name: index[name] for name in names}
+        (Path(made) / "model_index.json").write_text(json.dumps({"_class_name": "Parts", **own}))
+        pipeline = _pipeline_of(names).from_pretrained(made, **options)
+        components: dict[str, nn.Module] = dict(pipeline.components)
+    return components
+
+
+def _pipeline_of(names: Sequence[str]) -> Any:
+    """A pipeline class with just these components."""
+
+    def init(self: Any, **components: Any) -> None:
+        diffusers.DiffusionPipeline.__init__(self)
+        self.register_modules(**components)
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("self", *names)]
+    parameters[0] = parameters[0].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    init.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return type("Parts", (diffusers.DiffusionPipeline,), {"__init__": init})
+
+
+def _component_class(library: str | None, name: str | None) -> type | None:
+    """The class a model_index.json names, if it is one of diffusers, transformers, or of one of diffusers' pipelines."""
+    if library is None or name is None:
+        return None
+    homes = {"diffusers": diffusers, "transformers": transformers}
+    home = homes.get(library) or getattr(diffusers.pipelines, library, None)
+    found = getattr(home, name, None)
+    return found if isinstance(found, type) else None

@@ -1,0 +1,91 @@
+"""Which rank holds which of a pipeline's components that are not split: a pure function of kinds and sizes.
+
+What goes to one rank: text and image encoders, safety checkers and language models (models of the transformers library),
+VAEs and vocoders: they run before or after the denoising loop. Everything else (ControlNets, adapters, connectors, reward
+models, ...) stays on every rank, since what is called in the loop would cost a transfer there. The rule is about speed:
+a component gives the same results wherever it lies.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import transformers
+
+AUTOENCODERS = "diffusers.models.autoencoders."
+"""Where diffusers keeps VAEs and what else turns latents into pictures and sound."""
+
+WORTH_MOVING = 0.1
+"""A component leaves the first rank if that takes this share off the rank that holds most."""
+
+Kind = Literal["encoder", "decoder"]
+Placement = int | Literal["all"]
+
+
+@dataclass(frozen=True)
+class Component:
+    """What placing needs to know: the kind, and the bytes of the weights."""
+
+    kind: Kind
+    bytes: int
+
+
+def kind_of(cls: type) -> Kind | None:
+    """Whether a component of this class goes to one rank, as what; None: it stays on every rank."""
+    if any(base.__module__.startswith(AUTOENCODERS) for base in cls.__mro__) or "Vocoder" in cls.__name__:
+        return "decoder"
+    if issubclass(cls, transformers.PreTrainedModel):
+        # A vocoder of the transformers library: it makes sound of what a VAE has decoded.
+        return "decoder" if "HifiGan" in cls.__name__ else "encoder"
+    return None
+
+
+def place_components(
+    components: Mapping[str, Component],
+    world_size: int,
+    output_ranks: Sequence[int],
+    chosen: Mapping[str, Placement] | None = None,
+) -> dict[str, int]:
+    """Choose the rank of each component.
+
+    Decoders go to the last of the ranks that return results, so that pixels need not travel there; encoders to the first
+    rank. Then, as long as it takes at least a tenth off the rank that holds most, an encoder of that rank moves to
+    the rank that holds least: Llama and T5 of HiDream get a rank each, the small CLIP beside T5 of FLUX stays.
+
+    Args:
+        components: by name.
+        world_size: number of ranks.
+        output_ranks: those that return results.
+        chosen: ranks that the user chose; `"all"`: the component is not placed.
+
+    Returns:
+        the owner of each component; those on every rank are left out.
+    """
+    chosen = chosen or {}
+    placed = {name: part for name, part in components.items() if chosen.get(name) != "all"}
+    owners = {}
+    for name, part in placed.items():
+        default = max(output_ranks) if part.kind == "decoder" else 0
+        owners[name] = int(chosen.get(name, default))
+    movable = [name for name, part in placed.items() if part.kind == "encoder" and name not in chosen]
+    while move := _best_move(placed, owners, movable, world_size):
+        name, rank = move
+        owners[name] = rank
+    return owners
+
+
+def _best_move(
+    components: Mapping[str, Component], owners: Mapping[str, int], movable: Sequence[str], world_size: int
+) -> tuple[str, int] | None:
+    loads = [0] * world_size
+    for name, owner in owners.items():
+        loads[owner] += components[name].bytes
+    heaviest, lightest = loads.index(max(loads)), loads.index(min(loads))
+    best, best_load = None, (1 - WORTH_MOVING) * loads[heaviest]
+    for name in movable:
+        if owners[name] == heaviest:
+            size = components[name].bytes
+            after = max(loads[heaviest] - size, loads[lightest] + size)
+            if after <= best_load and after < loads[heaviest]:
+                best, best_load = (name, lightest), after
+    return best
