@@ -225,10 +225,14 @@ def _owned_class(cls: Any) -> Any:
             if name.startswith("__") or hasattr(cls, name)
         },
     }
-    for name in dir(cls):
-        if not name.startswith("_") and COMPUTES.search(name) and inspect.isfunction(inspect.getattr_static(cls, name)):
-            members[name] = _owned_method(cls, name)
+    members.update({name: _owned_method(cls, name) for name in dir(cls) if _computes(cls, name)})
     return type(cls.__name__, (cls,), members)
+
+
+def _computes(cls: type, name: str) -> bool:
+    if name.startswith("_") or (name != "forward" and hasattr(nn.Module, name)):
+        return False
+    return COMPUTES.search(name) is not None and inspect.isfunction(inspect.getattr_static(cls, name))
 
 
 def _owned_method(cls: Any, name: str) -> Any:

@@ -38,7 +38,7 @@ class Withheld(torch.Tensor):
         answer = _WITHOUT_DATA.get(getattr(func, "__name__", ""))
         if answer is not None:
             return answer(found, *args[1:], **kwargs)
-        if func is torch.Tensor.device.__get__:
+        if func == torch.Tensor.device.__get__:
             return found._device
         if "device" in kwargs:
             kwargs["device"] = "meta"

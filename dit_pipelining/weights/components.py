@@ -16,6 +16,7 @@ from dit_pipelining.comm.packing import pack, tensor_in, unpack
 from dit_pipelining.errors import SplitError
 from dit_pipelining.weights.checkpoint import has_variant
 from dit_pipelining.weights.load import release_weights
+from dit_pipelining.weights.pipelines import name_source
 from dit_pipelining.weights.placement import Component, kind_of
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.ckpt")
@@ -124,6 +125,8 @@ def _load(
         (Path(made) / "model_index.json").write_text(json.dumps({"_class_name": "Parts", **own}))
         pipeline = _pipeline_of(names).from_pretrained(made, **options)
         components: dict[str, nn.Module] = dict(pipeline.components)
+        for name, component in components.items():
+            name_source(component, str(folder / name), str(Path(made) / name))
     return components
 
 

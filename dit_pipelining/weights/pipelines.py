@@ -231,16 +231,19 @@ def name_sources(pipeline: Any, source: str | Path, folder: Path, loaded_from: P
     """Make a pipeline and its components say that they come from `source`, as plain ones do, not from `loaded_from`."""
     pipeline.register_to_config(_name_or_path=str(source))
     for name, component in pipeline.components.items():
-        own, loaded = str(folder / name), str(loaded_from / name)
-        config = getattr(component, "config", None)
-        if hasattr(component, "register_to_config"):
-            if dict(component.config).get("_name_or_path") == loaded:
-                component.register_to_config(_name_or_path=own)
-            continue
-        for part in (config, component):
-            for attribute in ("_name_or_path", "name_or_path"):
-                if getattr(part, attribute, None) == loaded:
-                    setattr(part, attribute, own)
+        name_source(component, str(folder / name), str(loaded_from / name))
+
+
+def name_source(component: Any, own: str, loaded: str) -> None:
+    """Make a component that says that it comes from `loaded` say that it comes from `own`."""
+    if hasattr(component, "register_to_config"):
+        if dict(component.config).get("_name_or_path") == loaded:
+            component.register_to_config(_name_or_path=own)
+        return
+    for part in (getattr(component, "config", None), component):
+        for attribute in ("_name_or_path", "name_or_path"):
+            if getattr(part, attribute, None) == loaded:
+                setattr(part, attribute, own)
 
 
 def transformers_of(pipeline: Any) -> dict[str, nn.Module]:
