@@ -80,7 +80,9 @@ def test_a_distribution_is_sampled_where_it_arrives() -> None:
 
 
 def test_a_module_without_weights_keeps_all_else() -> None:
-    blocks = dict(down_block_types=("DownEncoderBlock2D",), up_block_types=("UpDecoderBlock2D",), block_out_channels=(4,))
+    blocks = dict(
+        down_block_types=("DownEncoderBlock2D",), up_block_types=("UpDecoderBlock2D",), block_out_channels=(4,)
+    )
     vae = AutoencoderKLFlux2(**blocks, norm_num_groups=1, latent_channels=2, layers_per_block=1).eval()
     vae.bn.running_mean.normal_()
     vae.enable_tiling()
