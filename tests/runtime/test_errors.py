@@ -42,6 +42,29 @@ def test_a_size_that_is_no_positive_integer_is_refused(value: object) -> None:
         ParallelConfig(pipeline_parallel_size=value)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("component_ranks", ["vae"]),
+        ("component_ranks", {"vae": 2}),
+        ("component_ranks", {"vae": "first"}),
+        ("output_ranks", []),
+        ("output_ranks", "first"),
+        ("output_ranks", [0, -1]),
+        ("output_ranks", 0),
+    ],
+)
+def test_ranks_that_are_not_there_are_refused(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=field):
+        ParallelConfig(pipeline_parallel_size=2, **{field: value})  # type: ignore[arg-type]
+
+
+def test_a_component_that_cannot_lie_on_one_rank_is_named(folder: Path, two_ranks: ParallelConfig) -> None:
+    config = ParallelConfig(pipeline_parallel_size=2, component_ranks={"transformer": 0})
+    with pytest.raises(ConfigError, match=r"'transformer'; .* are 'text_encoder', 'vae'"):
+        load_pipeline(folder, config)
+
+
 def test_more_stages_than_blocks_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "5")
     with pytest.raises(TooManyStagesError):
