@@ -17,14 +17,15 @@ import functools
 import inspect
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from dit_pipelining.comm.components import Audience, OwnerLinks
+from dit_pipelining.comm.components import OwnerLinks
+from dit_pipelining.comm.links import Work
 from dit_pipelining.comm.packing import Packed, pack, tensor_in, unpack
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.runtime.pending import resolved
@@ -42,6 +43,9 @@ COMPUTES = re.compile(
 
 DECODES = re.compile(r"(^|_)(forward|decode|denoise)(_|$)")
 """Names of a decoder's methods whose results only ranks that return results need."""
+
+RECEIVES, SENDS = 0, 1
+"""Order in which transfers that nobody waits for any more are finished; the other way round, two owners would hang."""
 
 Call = Callable[..., Any]
 
@@ -91,18 +95,15 @@ class OwnedComponent:
         shows = self.is_decoder and DECODES.search(method) is not None
         audience = self.links.outputs if shows else self.links.everyone
         if not self.is_owner:
-            self._end_turn()
-            with self._watched():
-                message = self.links.receive_header()
-                flats = self._receive(message, audience)
+            self._end_turn(RECEIVES, self._discard)
+            message, flats = self._receive()
             return self._take(message, flats, args, kwargs)
         message, flats, error, result = self._run(function, args, kwargs)
+        message["shows"] = shows
         with self._watched():
             works = self.links.send(message, flats, audience)
-        self._end_turn()
-        with self._watched():
-            for work in works:
-                work.wait()
+        self._end_turn(SENDS, lambda: self._finish(works))
+        self._finish(works)
         if error is not None:
             raise error
         if shows and self.rank not in self.output_ranks:
@@ -134,11 +135,22 @@ class OwnedComponent:
         message["seeds"] = states if _differ(seeds, states) else None
         return message, flats, error, result
 
-    def _receive(self, message: dict[str, Any], audience: Audience) -> list[torch.Tensor] | None:
-        """The bytes of the result that is announced; None if there are none for this rank."""
-        if "result" not in message or self.rank not in audience.ranks:
-            return None
-        return self.links.receive(message["result"].parts, audience)
+    def _receive(self) -> tuple[dict[str, Any], list[torch.Tensor] | None]:
+        """The owner's next message, and the bytes of the result; None if there are none for this rank."""
+        with self._watched():
+            message = self.links.receive_header()
+            audience = self.links.outputs if message["shows"] else self.links.everyone
+            if "result" not in message or self.rank not in audience.ranks:
+                return message, None
+            return message, self.links.receive(message["result"].parts, audience)
+
+    def _discard(self) -> None:
+        self._receive()
+
+    def _finish(self, works: Sequence[Work]) -> None:
+        with self._watched():
+            for work in works:
+                work.wait()
 
     def _take(self, message: dict[str, Any], flats: list[torch.Tensor] | None, args: Any, kwargs: Any) -> Any:
         if message["random"] is not None:
@@ -153,10 +165,15 @@ class OwnedComponent:
             return unpack(packed, lambda layout: withheld(layout, self.device))
         return unpack(packed, tensor_in(flats))
 
-    def _end_turn(self) -> None:
+    def _end_turn(self, order: int, finish: Callable[[], None]) -> None:
+        """Let the others run. If one of them fails, `finish` is left to `Rolling.drain`: all ranks can have failed alike."""
         turns = self.rolling.turns
         turns.current().submitted += 1
-        turns.end_turn()
+        try:
+            turns.end_turn()
+        except BaseException:
+            self.rolling.unfinished.append((order, finish))
+            raise
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

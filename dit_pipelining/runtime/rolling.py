@@ -4,6 +4,7 @@ import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class Rolling:
     Attributes:
         control: a gloo group of all ranks, for what the hosts tell each other.
         between_calls: what every rank does before each call of the pipeline, while nothing is in flight.
+        unfinished: transfers of components that requests have left because another one failed, and their order.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Rolling:
         self.transport = transport
         self.turns = Turns()
         self._free_streams: list[torch.cuda.Stream] = []
+        self.unfinished: list[tuple[int, Callable[[], None]]] = []
         self._timeout = timeout.total_seconds()
         self.control = dist.new_group(timeout=timeout, backend="gloo")
         self.between_calls: list[Callable[[], None]] = []
@@ -109,8 +112,11 @@ class Rolling:
         return self.turns.run([self.on_own_stream(function) for function in functions], in_flight)
 
     def drain(self) -> None:
-        """Wait until no stage runs on this rank."""
+        """Wait until no stage runs on this rank, and finish what failed requests have left on its way."""
         self.runner.drain()
+        for _, finish in sorted(self.unfinished, key=itemgetter(0)):
+            finish()
+        self.unfinished.clear()
 
     def close(self) -> None:
         """Finish what is in flight."""
