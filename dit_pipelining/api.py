@@ -44,7 +44,7 @@ from dit_pipelining.weights.pipelines import (
     transformers_of,
     without_components,
 )
-from dit_pipelining.weights.placement import Component, place_components
+from dit_pipelining.weights.placement import ComponentSize, place_components
 from partitioners import Component, Partitioner
 
 __all__ = [
@@ -242,7 +242,7 @@ def parallelize(pipeline: Any, config: ParallelConfig) -> Any:
     return pipeline
 
 
-def _owners(config: ParallelConfig, components: Mapping[str, Component]) -> dict[str, int]:
+def _owners(config: ParallelConfig, components: Mapping[str, ComponentSize]) -> dict[str, int]:
     config.check_component_ranks(components)
     return place_components(components, config.world_size, config.shown_on(), config.component_ranks)
 

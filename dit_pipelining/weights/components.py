@@ -17,12 +17,14 @@ from dit_pipelining.errors import SplitError
 from dit_pipelining.weights.checkpoint import has_variant
 from dit_pipelining.weights.load import release_weights
 from dit_pipelining.weights.pipelines import name_source
-from dit_pipelining.weights.placement import Component, kind_of
+from dit_pipelining.weights.placement import ComponentSize, kind_of
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.ckpt")
 
 
-def components_in_folder(folder: Path, index: Mapping[str, Any], given: Container[str] = ()) -> dict[str, Component]:
+def components_in_folder(
+    folder: Path, index: Mapping[str, Any], given: Container[str] = ()
+) -> dict[str, ComponentSize]:
     """The components of a pipeline's folder that go to one rank, with the bytes of their files.
 
     Args:
@@ -38,17 +40,17 @@ def components_in_folder(folder: Path, index: Mapping[str, Any], given: Containe
         kind = kind_of(cls) if cls is not None else None
         if kind is not None:
             files = [file for pattern in WEIGHT_FILES for file in (folder / name).glob(pattern)]
-            found[name] = Component(kind, sum(file.stat().st_size for file in files))
+            found[name] = ComponentSize(kind, sum(file.stat().st_size for file in files))
     return found
 
 
-def components_in_memory(components: Mapping[str, Any]) -> dict[str, Component]:
+def components_in_memory(components: Mapping[str, Any]) -> dict[str, ComponentSize]:
     """The components among these objects that go to one rank, with the bytes of their parameters."""
     found = {}
     for name, component in components.items():
         kind = kind_of(type(component)) if isinstance(component, nn.Module) else None
         if kind is not None:
-            found[name] = Component(kind, sum(p.numel() * p.itemsize for p in component.parameters()))
+            found[name] = ComponentSize(kind, sum(p.numel() * p.itemsize for p in component.parameters()))
     return found
 
 

@@ -23,7 +23,7 @@ Placement = int | Literal["all"]
 
 
 @dataclass(frozen=True)
-class Component:
+class ComponentSize:
     """What placing needs to know: the kind, and the bytes of the weights."""
 
     kind: Kind
@@ -41,7 +41,7 @@ def kind_of(cls: type) -> Kind | None:
 
 
 def place_components(
-    components: Mapping[str, Component],
+    components: Mapping[str, ComponentSize],
     world_size: int,
     output_ranks: Sequence[int],
     chosen: Mapping[str, Placement] | None = None,
@@ -75,7 +75,7 @@ def place_components(
 
 
 def _best_move(
-    components: Mapping[str, Component], owners: Mapping[str, int], movable: Sequence[str], world_size: int
+    components: Mapping[str, ComponentSize], owners: Mapping[str, int], movable: Sequence[str], world_size: int
 ) -> tuple[str, int] | None:
     loads = [0] * world_size
     for name, owner in owners.items():

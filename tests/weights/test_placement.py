@@ -4,7 +4,7 @@ import diffusers
 import pytest
 import transformers
 
-from dit_pipelining.weights.placement import Component, kind_of, place_components
+from dit_pipelining.weights.placement import ComponentSize, kind_of, place_components
 
 GB = 10**9
 
@@ -30,7 +30,7 @@ def test_kinds(cls: type, kind: str | None) -> None:
 
 def placed(world_size: int, output_ranks: list[int] | None = None, chosen: dict | None = None, **sizes: float) -> dict:
     components = {
-        name: Component("decoder" if name.endswith("vae") else "encoder", int(size * GB))
+        name: ComponentSize("decoder" if name.endswith("vae") else "encoder", int(size * GB))
         for name, size in sizes.items()
     }
     return place_components(components, world_size, output_ranks or list(range(world_size)), chosen)
