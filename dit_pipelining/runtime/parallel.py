@@ -100,7 +100,9 @@ def held_beside(
     sizes = {key: _bytes(part) for key, part in pipeline.components.items() if isinstance(part, nn.Module)}
     others = sum(sizes[other] for other in transformers if other != name) // stages
     everywhere = sum(size for key, size in sizes.items() if key not in transformers and key not in owners)
-    owned = [sum(sizes[key] for key, owner in owners.items() if owner == rank) for rank in range(config.world_size)]
+    owned = [
+        sum(sizes.get(key, 0) for key, owner in owners.items() if owner == rank) for rank in range(config.world_size)
+    ]
     alone = owners.get("vae", stages - 1) % stages if config.vae_placement == "shared" else None
     return [
         Component(

@@ -22,6 +22,7 @@ from torch import nn
 from dit_pipelining.api import ParallelConfig, generate, load_pipeline, parallelize
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.runtime.components import is_owned
+from dit_pipelining.runtime.parallel import held_beside
 from dit_pipelining.runtime.pending import PendingTensor
 from tests import checkpoints
 from tests.distributed import RankPool
@@ -391,3 +392,20 @@ def test_a_transformer_without_work_is_not_loaded(ranks: RankPool, tmp_path: Pat
         file.unlink()
     for result in ranks.run(2, without_files, folder, boundary):
         assert np.array_equal(result, expected)
+
+
+def test_what_a_rank_holds_beside_its_stage_are_its_own_components(folders: dict[str, Path]) -> None:
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(folders["wan"])
+    models = {"transformer": pipeline.transformer}
+    sizes = {
+        name: sum(parameter.numel() * 4 for parameter in getattr(pipeline, name).parameters())
+        for name in ("text_encoder", "vae")
+    }
+    config = ParallelConfig(pipeline_parallel_size=2, cfg_parallel_size=2)
+
+    def held_by(owners: dict[str, int]) -> list[int]:
+        return [part.bytes for part in held_beside(pipeline, "transformer", models, owners, config)]
+
+    assert held_by({"text_encoder": 0, "vae": 3}) == [sizes["text_encoder"], sizes["vae"]]
+    assert held_by({"text_encoder": 0, "vae": 2}) == [max(sizes.values()), 0]
+    assert held_by({"vae": 3}) == [sizes["text_encoder"], sum(sizes.values())]
