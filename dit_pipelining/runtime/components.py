@@ -30,7 +30,7 @@ from dit_pipelining.comm.packing import Packed, pack, tensor_in, unpack
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.runtime.pending import resolved
 from dit_pipelining.runtime.rolling import Rolling
-from dit_pipelining.runtime.turns import random_state, set_random_state
+from dit_pipelining.runtime.turns import OtherRequestFailedError, RequestCancelledError, random_state, set_random_state
 from dit_pipelining.runtime.withheld import refuse_withheld, withheld
 from dit_pipelining.torch_internals import parse_to, tree_flatten
 
@@ -166,13 +166,20 @@ class OwnedComponent:
         return unpack(packed, tensor_in(flats))
 
     def _end_turn(self, order: int, finish: Callable[[], None]) -> None:
-        """Let the others run. If one of them fails, `finish` is left to `Rolling.drain`: all ranks can have failed alike."""
+        """Let the others run. A request that ends here leaves no transfer behind.
+
+        If another one fails, `finish` waits for `Rolling.drain`, which comes when all ranks have failed alike. A cancelled
+        request has its turn, in order with those after it.
+        """
         turns = self.rolling.turns
         turns.current().submitted += 1
         try:
             turns.end_turn()
-        except BaseException:
+        except OtherRequestFailedError:
             self.rolling.unfinished.append((order, finish))
+            raise
+        except RequestCancelledError:
+            finish()
             raise
 
     @contextmanager
