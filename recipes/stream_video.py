@@ -51,7 +51,9 @@ def main() -> None:
     spec = spec_of(args, goals)
     check_video(args.video)
     parts = {"transformer": WanTransformer3DModel.from_pretrained(args.transformer)} if args.transformer else {}
-    pipeline = load_with(args, parallel_config(args), **parts)
+    # The first rank encodes a video, the last one decodes the result.
+    more = {} if args.video is None and args.camera is None else {"component_ranks": {"vae": "all"}}
+    pipeline = load_with(args, parallel_config(args, more), **parts)
     stream = open_stream(pipeline, spec, **sizes(args))
     if goals.target_fps is not None or goals.max_ttff_ms is not None:
         first = None if goals.max_ttff_ms is None else goals.max_ttff_ms / 1e3

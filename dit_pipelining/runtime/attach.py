@@ -12,8 +12,8 @@ from dit_pipelining.capture.signature import bind
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.runtime.agreement import given_arguments
-from dit_pipelining.runtime.components import REFUSED, refusal
 from dit_pipelining.runtime.executor import TransformerExecutor
+from dit_pipelining.runtime.owned import REFUSED, refusal
 from dit_pipelining.runtime.pending import resolved
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.runtime.withheld import hand_through, refuse_withheld, without_data

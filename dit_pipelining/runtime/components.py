@@ -13,8 +13,6 @@ samples it with its own generator. A submodule that is called from outside (CLIP
 in its own right as soon as it is reached.
 """
 
-import functools
-import inspect
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +20,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from dit_pipelining.comm.components import OwnerLinks
 from dit_pipelining.comm.links import Work
@@ -32,14 +29,7 @@ from dit_pipelining.runtime.pending import resolved
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.runtime.turns import OtherRequestFailedError, RequestCancelledError, random_state, set_random_state
 from dit_pipelining.runtime.withheld import refuse_withheld, withheld
-from dit_pipelining.torch_internals import parse_to, tree_flatten
-
-OWNED = "_dit_pipelining_owned"
-
-COMPUTES = re.compile(
-    r"(^|_)(forward|encode|decode|generate|sample|denoise|quantize|features?|tokens|codes|indices|logits)(_|$)"
-)
-"""Names of public methods that compute; all others (switches, configuration) act on each rank's own module."""
+from dit_pipelining.torch_internals import tree_flatten
 
 DECODES = re.compile(r"(^|_)(forward|decode|denoise)(_|$)")
 """Names of a decoder's methods whose results only ranks that return results need."""
@@ -60,6 +50,10 @@ class OwnedComponent:
         is_decoder: whether it makes what the pipeline returns.
         output_ranks: those that return results.
         rolling: the pipeline's runtime.
+
+    Attributes:
+        running: this rank is within a call of the component, whose own calls of its parts are ordinary ones.
+        alone: calls are made on this rank only; see `on_this_rank`.
     """
 
     def __init__(
@@ -72,6 +66,7 @@ class OwnedComponent:
         self.output_ranks = output_ranks
         self.rolling = rolling
         self.running = False
+        self.alone = False
 
     @property
     def is_owner(self) -> bool:
@@ -88,6 +83,9 @@ class OwnedComponent:
             BaseException: what it raised on the owner.
         """
         if self.running:
+            return function(*args, **kwargs)
+        if self.alone:
+            self._refuse_elsewhere()
             return function(*args, **kwargs)
         args, kwargs = resolved(args), resolved(dict(kwargs))
         self.rolling.guard.check()
@@ -109,6 +107,13 @@ class OwnedComponent:
         if shows and self.rank not in self.output_ranks:
             return unpack(message["result"], lambda layout: withheld(layout, self.device))
         return result
+
+    def _refuse_elsewhere(self) -> None:
+        if not self.is_owner:
+            raise ConfigError(
+                f"rank {self.rank} calls the component {self.name!r} by itself, but its weights are on rank {self.links.owner}. "
+                f'Keep it on every rank: ParallelConfig(component_ranks={{"{self.name}": "all"}}).'
+            )
 
     def _run(self, function: Call, args: Any, kwargs: Any) -> tuple[dict[str, Any], list[Any], Exception | None, Any]:
         """Run the function; what to tell the others, tensors that go with it, and what it raised or returned."""
@@ -189,113 +194,6 @@ class OwnedComponent:
             yield
         except Exception as error:
             raise self.rolling.guard.fail(error) from None
-
-
-def own(module: nn.Module, component: OwnedComponent) -> None:
-    """Send calls of a module to the component's owner; its class, configuration and attributes stay what they are."""
-    module.__dict__[OWNED] = component
-    cls: Any = type(module)
-    module.__class__ = _owned_class(cls)
-    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-        for child in module.children():
-            _own_reached(child, component)
-
-
-def is_owned(module: Any) -> bool:
-    """Whether calls of this module run on one rank."""
-    return OWNED in getattr(module, "__dict__", {})
-
-
-def _own_reached(module: nn.Module, component: OwnedComponent) -> None:
-    if not component.running and not is_owned(module):
-        own(module, component)
-
-
-@functools.cache
-def _owned_class(cls: Any) -> Any:
-    def device(self: nn.Module) -> torch.device:
-        found: OwnedComponent = self.__dict__[OWNED]
-        return found.device
-
-    def getattribute(self: nn.Module, name: str) -> Any:
-        value = cls.__getattr__(self, name)
-        if isinstance(value, nn.Module):
-            _own_reached(value, self.__dict__[OWNED])
-        return value
-
-    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        target, dtype = parse_to(*args, **kwargs)
-        _check_device(self, target)
-        if dtype is not None:
-            cls.to(self, dtype=dtype)
-        return self
-
-    def cpu(self: nn.Module) -> nn.Module:
-        return to(self, "cpu")
-
-    def cuda(self: nn.Module, device: Any = None) -> nn.Module:
-        return to(self, "cuda" if device is None else torch.device("cuda", device) if type(device) is int else device)
-
-    members: dict[str, Any] = {
-        "device": property(device),
-        "__getattr__": getattribute,
-        "to": to,
-        "cpu": cpu,
-        "cuda": cuda,
-        "__module__": cls.__module__,
-        **{
-            name: refusal(name, advice)
-            for name, advice in REFUSED.items()
-            if name.startswith("__") or hasattr(cls, name)
-        },
-    }
-    members.update({name: _owned_method(cls, name) for name in dir(cls) if _computes(cls, name)})
-    return type(cls.__name__, (cls,), members)
-
-
-def _computes(cls: type, name: str) -> bool:
-    if name.startswith("_") or (name != "forward" and hasattr(nn.Module, name)):
-        return False
-    return COMPUTES.search(name) is not None and inspect.isfunction(inspect.getattr_static(cls, name))
-
-
-def _owned_method(cls: Any, name: str) -> Any:
-    method = getattr(cls, name)
-
-    @functools.wraps(method)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        component: OwnedComponent = self.__dict__[OWNED]
-        return component.call(name, method.__get__(self), args, kwargs)
-
-    return call
-
-
-def _check_device(module: nn.Module, target: torch.device | None) -> None:
-    component: OwnedComponent = module.__dict__[OWNED]
-    here = component.device
-    if target is not None and target != here and not (target.type == here.type and target.index is None):
-        raise ConfigError(
-            f"the component {component.name!r} lives on rank {component.links.owner} and stays on its device; it cannot be "
-            f"moved to {target}. ParallelConfig(component_ranks=...) chooses the rank."
-        )
-
-
-REFUSED = {
-    "__deepcopy__": "A copy would need ranks of its own: load the pipeline again, or use the same component in both.",
-    "__reduce_ex__": "Weights of a split pipeline lie on different ranks: copy the folder it was loaded from.",
-    "save_pretrained": "Weights of a split pipeline lie on different ranks: copy the folder it was loaded from.",
-    "enable_group_offload": "Ranks keep their part on their device: use more ranks instead.",
-}
-"""What no part of a split pipeline can do, and what to do instead."""
-
-
-def refusal(name: str, advice: str) -> Any:
-    """A method that raises a ConfigError."""
-
-    def refuse(self: Any, *_: Any, **__: Any) -> Any:
-        raise ConfigError(f"{name} of a {type(self).__name__} that is spread over ranks is not possible. {advice}")
-
-    return refuse
 
 
 def _generators(*values: Any) -> list[torch.Generator]:

@@ -16,8 +16,9 @@ from dit_pipelining.config import ParallelConfig
 from dit_pipelining.errors import CheckpointError, SplitError
 from dit_pipelining.lowering.boundary import StagePlan
 from dit_pipelining.runtime.attach import attach, attach_pipeline, resolve_inputs
-from dit_pipelining.runtime.components import OwnedComponent, is_owned, own
+from dit_pipelining.runtime.components import OwnedComponent
 from dit_pipelining.runtime.executor import FillStage, TransformerExecutor
+from dit_pipelining.runtime.owned import is_owned, own
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.weights.components import drop_weights
 from dit_pipelining.weights.load import load_weights, release_weights

@@ -14,6 +14,7 @@ from dit_pipelining.capture.signature import bind
 from dit_pipelining.errors import ConfigError, InputError
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.runtime.attach import EXECUTOR, rolling_of
+from dit_pipelining.runtime.owned import on_this_rank
 from dit_pipelining.stream.executor import run_in_one_process
 from dit_pipelining.stream.head import Pending, Source, StreamInput, endless
 from dit_pipelining.stream.kv_cache import DistributedKVCache
@@ -88,6 +89,7 @@ class VideoStream:
         self.spec = spec
         self.rolling = rolling_of(pipeline)
         self._text_length = max_sequence_length
+        self._is_running = False
         model = pipeline.transformer
         prompts = [prompt] * spec.streams if isinstance(prompt, str) else list(prompt)
         if len(prompts) != spec.streams:
@@ -118,10 +120,16 @@ class VideoStream:
 
     @torch.no_grad()
     def embed(self, prompt: str) -> torch.Tensor:
-        """A prompt's embedding, for `StreamInput.prompt`, (1, tokens, channels). Every rank calls this."""
-        embedded = self.pipeline.encode_prompt(
-            prompt, do_classifier_free_guidance=False, max_sequence_length=self._text_length, device=self.device
-        )[0]
+        """A prompt's embedding, for `StreamInput.prompt`, (1, tokens, channels).
+
+        Every rank calls this; a source, which only the first rank runs, may call it too.
+        """
+        # While the stream runs this is code of a source.
+        alone = self.pipeline.components.values() if self._is_running else ()
+        with on_this_rank(alone):
+            embedded = self.pipeline.encode_prompt(
+                prompt, do_classifier_free_guidance=False, max_sequence_length=self._text_length, device=self.device
+            )[0]
         found: torch.Tensor = embedded.to(self.device, self.pipeline.transformer.dtype).clone()
         return found
 
@@ -131,7 +139,7 @@ class VideoStream:
         motion: MotionNoise | None = None,
         noise_scale: float | None = None,
     ) -> Source:
-        """A source of chunks that change a video; on the first rank.
+        """A source of chunks that change a video; on the first rank, which needs the VAE: `component_ranks={"vae": "all"}`.
 
         Args:
             frames: one by one, (3, height, width) in [-1, 1]; a live source gives `PENDING` while it has none. What is left
@@ -175,7 +183,11 @@ class VideoStream:
             return
         assert self.rolling is not None
         with self.rolling.guard.call():
-            yield from self._rank.run(given)
+            self._is_running = True
+            try:
+                yield from self._rank.run(given)
+            finally:
+                self._is_running = False
 
     @property
     def is_distributed(self) -> bool:

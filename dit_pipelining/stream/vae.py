@@ -16,6 +16,7 @@ from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, patchify, unpatchify
 
 from dit_pipelining.errors import InputError
+from dit_pipelining.runtime.owned import on_this_rank
 
 FRAMES_PER_LATENT = 4
 """Frames that a latent stands for; the first latent of a stream stands for one. Fixed in diffusers' class."""
@@ -73,11 +74,12 @@ class StreamVAE:
         if own.config.patch_size is not None:
             frames = patchify(frames, patch_size=own.config.patch_size)
         sizes = [1] * alone + [FRAMES_PER_LATENT] * ((count - alone) // FRAMES_PER_LATENT)
-        encoded = [
-            own.encoder(part, feat_cache=self._encoder_cache, feat_idx=[0]) for part in frames.split(sizes, dim=2)
-        ]
-        self._encoded += len(sizes)
-        mean: torch.Tensor = own.quant_conv(torch.cat(encoded, dim=2)).chunk(2, dim=1)[0]
+        with on_this_rank([own]):
+            encoded = [
+                own.encoder(part, feat_cache=self._encoder_cache, feat_idx=[0]) for part in frames.split(sizes, dim=2)
+            ]
+            self._encoded += len(sizes)
+            mean: torch.Tensor = own.quant_conv(torch.cat(encoded, dim=2)).chunk(2, dim=1)[0]
         return mean
 
     @torch.no_grad()
@@ -92,10 +94,11 @@ class StreamVAE:
         """
         own = self.vae
         decoded = []
-        for part in own.post_quant_conv(latents).split(1, dim=2):
-            first = {"first_chunk": True} if self._decoded == 0 else {}
-            decoded.append(own.decoder(part, feat_cache=self._decoder_cache, feat_idx=[0], **first))
-            self._decoded += 1
+        with on_this_rank([own]):
+            for part in own.post_quant_conv(latents).split(1, dim=2):
+                first = {"first_chunk": True} if self._decoded == 0 else {}
+                decoded.append(own.decoder(part, feat_cache=self._decoder_cache, feat_idx=[0], **first))
+                self._decoded += 1
         frames = torch.cat(decoded, dim=2)
         if own.config.patch_size is not None:
             frames = unpatchify(frames, patch_size=own.config.patch_size)

@@ -21,7 +21,7 @@ from torch import nn
 
 from dit_pipelining.api import ParallelConfig, generate, load_pipeline, parallelize
 from dit_pipelining.errors import ConfigError
-from dit_pipelining.runtime.components import is_owned
+from dit_pipelining.runtime.owned import is_owned
 from dit_pipelining.runtime.parallel import held_beside
 from dit_pipelining.runtime.pending import PendingTensor
 from tests import checkpoints

@@ -44,7 +44,9 @@ def changed(stream: VideoStream) -> Source:
 
 
 def streamed(folder: Path, stages: int) -> tuple[list[torch.Tensor], list[float]]:
-    pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=stages, timeout_seconds=60))
+    # The first rank encodes the video, the last one decodes.
+    config = ParallelConfig(pipeline_parallel_size=stages, timeout_seconds=60, component_ranks={"vae": "all"})
+    pipeline = load_pipeline(folder, config)
     stream = open_stream(pipeline, SPEC, prompt="a red cat", batched=False, **SIZE)
     chunks = list(stream.run([changed(stream)]))
     assert [chunk.index for chunk in chunks] == (list(range(CHUNKS)) if stream.is_output else [])
