@@ -111,8 +111,8 @@ class OwnedComponent:
     def _refuse_elsewhere(self) -> None:
         if not self.is_owner:
             raise ConfigError(
-                f"rank {self.rank} calls the component {self.name!r} by itself, but its weights are on rank {self.links.owner}. "
-                f'Keep it on every rank: ParallelConfig(component_ranks={{"{self.name}": "all"}}).'
+                f"rank {self.rank} calls the component {self.name!r} by itself, but its weights are on rank "
+                f'{self.links.owner}. Keep it on every rank: ParallelConfig(component_ranks={{"{self.name}": "all"}}).'
             )
 
     def _run(self, function: Call, args: Any, kwargs: Any) -> tuple[dict[str, Any], list[Any], Exception | None, Any]:
