@@ -15,7 +15,14 @@ from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.capture.chain import main_chain
 from dit_pipelining.capture.code import compile_nodes
 from dit_pipelining.capture.kept import KeptFunction
-from dit_pipelining.capture.signature import CallInputs, first_argument, flatten_inputs
+from dit_pipelining.capture.signature import (
+    CallInputs,
+    ObjectTensor,
+    complete_object,
+    first_argument,
+    flatten_inputs,
+)
+from dit_pipelining.capture.state import GlueState
 from dit_pipelining.capture.trace import Tracer, trace
 from dit_pipelining.capture.values import CHANGES_EACH_STEP, Questions
 from dit_pipelining.errors import BlocksNotFoundError, CaptureError
@@ -35,6 +42,8 @@ class BlockGraph:
         output: the forward's return value, with nodes in the place of tensors.
         constants: tensors and objects the glue made from nothing, by their target in the graph.
         questions: what glue asked about input values; the graph is right for inputs that give the same answers.
+        object_tensors: the tensors that the objects of a call hold when it has run: the caller's by path, those that glue
+            made by their target in the graph.
         lora_scale: the factor for LoRA layers that the call asked for in its attention kwargs.
         signature: of the inputs the forward was captured with.
     """
@@ -46,6 +55,7 @@ class BlockGraph:
     output: Any
     constants: Mapping[str, Any]
     questions: tuple[Questions, ...]
+    object_tensors: Mapping[str, tuple[ObjectTensor, ...]]
     lora_scale: float
     signature: Hashable
 
@@ -105,7 +115,7 @@ class BlockGraph:
         """
         values: dict[fx.Node, Any] = dict(zip(self.output_nodes, tensors, strict=True))
         for node in self.output_objects:
-            values[node] = inputs.made[id(self.constants[node.meta["template"]])]
+            values[node] = self._made(node, inputs)
         for node in self.graph.nodes:
             if node.op == "placeholder" and node.meta["input"] in inputs.objects:
                 values[node] = inputs.objects[node.meta["input"]]
@@ -126,6 +136,32 @@ class BlockGraph:
             return item
 
         return build(self.output)
+
+    def complete_objects(self, inputs: CallInputs) -> None:
+        """Tell the objects of a call that has run over ranks which tensors other ranks have put into theirs."""
+        for path, value in inputs.objects.items():
+            complete_object(value, self.object_tensors.get(path, ()))
+        for node in self.output_objects:
+            complete_object(self._made(node, inputs), self.object_tensors.get(node.meta["template"], ()))
+
+    def _made(self, node: fx.Node, inputs: CallInputs) -> Any:
+        """The object that glue made at this node during the call; one without data if that was on other ranks only."""
+        template = self.constants[node.meta["template"]]
+        if id(template) not in inputs.made:
+            parts: Any = node.args[1]
+            replay.instantiate(template, [self._made_part(part, inputs) for part in parts], inputs.made)
+        return inputs.made[id(template)]
+
+    def _made_part(self, node: fx.Node, inputs: CallInputs) -> Any:
+        if "template" in node.meta:
+            return self._made(node, inputs)
+        if node.op == "placeholder" and node.meta["input"] in inputs.objects:
+            return inputs.objects[node.meta["input"]]
+        if is_object(node):  # a step into an object of the caller's
+            owner, key = node.args
+            step: Any = node.target
+            return step(self._made_part(owner, inputs), key)  # type: ignore[arg-type]
+        return torch.empty(node.meta["shape"], dtype=node.meta["dtype"], device="meta")
 
 
 def capture(
@@ -174,6 +210,7 @@ def capture(
         output=tracer.output,
         constants=tracer.constants,
         questions=questions,
+        object_tensors=tracer.object_tensors,
         lora_scale=tracer.lora_scale,
         signature=inputs.signature,
     )
@@ -181,7 +218,7 @@ def capture(
 
 @dataclass
 class CaptureCache:
-    """Graphs of one model, one per signature and set of answers about values.
+    """Graphs of one model, one per signature, state of its plain values and set of answers about values.
 
     A question about a tensor on CUDA costs a host sync, once per tensor: the denoising loop passes the same ones again.
     """
@@ -194,10 +231,15 @@ class CaptureCache:
     graphs: dict[Hashable, list[BlockGraph]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @cached_property
+    def _state(self) -> GlueState:
+        return GlueState(self.model, find_blocks(self.model, self.blocks))
+
     def get(self, kwargs: Mapping[str, Any], inputs: CallInputs | None = None) -> BlockGraph:
         inputs = inputs or flatten_inputs(kwargs)
         with self._lock:
-            known = self.graphs.setdefault((inputs.signature, self.model.training), [])
+            key = (inputs.signature, self.model.training, self._state.now())
+            known = self.graphs.setdefault(key, [])
             for graph in known:
                 if graph.matches(self.model, inputs):
                     return graph

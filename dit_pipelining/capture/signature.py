@@ -4,7 +4,7 @@ import enum
 import functools
 import inspect
 import types
-from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,6 +152,43 @@ def object_parts(value: Any, known: Container[int] = ()) -> Iterator[tuple[tuple
         else:
             attributes = getattr(part, "__dict__", {})
             pending += [((*steps, ("attribute", name)), item) for name, item in attributes.items()]
+
+
+@dataclass(frozen=True)
+class ObjectTensor:
+    """A tensor in an object: the steps that lead to it (see `object_parts`), its shape and dtype."""
+
+    steps: tuple[tuple[str, Any], ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def complete_object(value: Any, tensors: Iterable[ObjectTensor]) -> None:
+    """Put tensors without data where an object lacks some, because the blocks that fill them run on other ranks.
+
+    The next forward that gets the object can then be captured; the stages of this rank do not touch them. A list that is
+    too short, since blocks append to it, stays as it is.
+    """
+    for tensor in tensors:
+        *path, (kind, key) = tensor.steps
+        owner = value
+        for step, name in path:
+            owner = _step(owner, step, name)
+        if isinstance(_step(owner, kind, key), torch.Tensor) or owner is None:
+            continue
+        missing = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        if kind == "attribute":
+            setattr(owner, key, missing)
+        elif isinstance(owner, dict) or (isinstance(owner, list) and key < len(owner)):
+            owner[key] = missing
+
+
+def _step(owner: Any, kind: str, key: Any) -> Any:
+    if kind == "attribute":
+        return getattr(owner, key, None)
+    if isinstance(owner, dict):
+        return owner.get(key)
+    return owner[key] if isinstance(owner, list | tuple) and key < len(owner) else None
 
 
 def objects_in(value: Any) -> Iterator[Any]:

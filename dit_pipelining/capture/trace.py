@@ -24,7 +24,7 @@ import enum
 import os
 import random
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
@@ -49,6 +49,7 @@ from dit_pipelining.capture.signature import (
     CONSTANTS,
     MADE,
     CallInputs,
+    ObjectTensor,
     object_parts,
     object_state,
     objects_in,
@@ -139,6 +140,7 @@ class Tracer(TorchFunctionMode):
             int, tuple[Any, fx.Node]
         ] = {}  # id -> (the value, kept alive so that its id stays its own; node)
         self.object_states: dict[int, Any] = {}
+        self.object_tensors: dict[str, tuple[ObjectTensor, ...]] = {}
         self.values = Values(self)
         self.inside_opaque = False
         self.ambient = _ambient()
@@ -170,6 +172,7 @@ class Tracer(TorchFunctionMode):
                 result = forward(**kwargs)
             self._refuse_filled_containers(self.inputs.kwargs, kwargs)
             self.output = self._to_nodes(result, output=True)
+            self.object_tensors = self._layouts({path: leaves[path] for path in self.inputs.objects})
             self._mark_returned(result)
         self.lora_scale = scales[-1] if scales else 1.0
 
@@ -219,7 +222,7 @@ class Tracer(TorchFunctionMode):
         node.meta["input"] = path
         tensors = [part for _, part in object_parts(value) if isinstance(part, torch.Tensor)]
         with real_tensors():
-            copy = deepcopy(value, {id(tensor): self.fake(tensor) for tensor in tensors})
+            copy = deepcopy(value, {id(tensor): self._fake_part(tensor) for tensor in tensors})
         for steps, part in object_parts(copy):
             part_node = node
             for kind, key in steps:
@@ -228,6 +231,22 @@ class Tracer(TorchFunctionMode):
             part_node.meta["object"] = True
             self._know(part, part_node)
         return copy
+
+    def _fake_part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A stand-in of a tensor in an object; on the meta device is what another rank holds (`complete_object`)."""
+        return self.fake(tensor, self.device if tensor.device.type == "meta" else None)
+
+    def _layouts(self, placed: Mapping[str, Any]) -> dict[str, tuple[ObjectTensor, ...]]:
+        """What tensors the objects hold when the forward has run: the caller's by path, the others by their template."""
+        made = {node.meta["template"]: value for value, node in self.nodes.values() if "template" in node.meta}
+        return {
+            key: tuple(
+                ObjectTensor(steps, tuple(part.shape), part.dtype)
+                for steps, part in object_parts(value)
+                if isinstance(part, torch.Tensor) and steps
+            )
+            for key, value in (*placed.items(), *made.items())
+        }
 
     # ---- one call of torch's API --------------------------------------------------------------------------------------
 

@@ -71,8 +71,8 @@ class Rolling:
         results = [
             torch.empty(node.meta["shape"], dtype=node.meta["dtype"], device=self.device) for node in graph.output_nodes
         ]
-        # What a cache among the inputs holds is on the ranks that filled it.
-        replica = self._next_replica() if not inputs.objects else 0
+        # What a cache holds is on the ranks that filled it.
+        replica = 0 if inputs.objects or graph.output_objects else self._next_replica()
         leaves = inputs.leaves
         versions = []
         if replica == self.mesh.replica:

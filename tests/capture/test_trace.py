@@ -363,6 +363,23 @@ def test_a_cache_that_was_filled_before_the_capture_is_kept() -> None:
     assert model.history[0] is history[0]
 
 
+class ReadsFlags(Toy):
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.scale = 1.0
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.run_blocks(hidden_states * self.scale)
+
+
+def test_a_value_that_is_set_on_the_model_between_two_calls_is_noticed() -> None:
+    model = ReadsFlags()
+    split = split_model(model, 2, hidden())
+    assert_same(split(**hidden()), model(**hidden()))
+    model.scale = 3.0
+    assert_same(split(**hidden()), model(**hidden()))
+
+
 class Table:
     """A plain object that makes its rows when it is first asked, and keeps them in a list of lists."""
 
