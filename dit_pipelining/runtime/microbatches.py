@@ -94,9 +94,12 @@ class Cutter:
         return next((way for way in ways if self.fits(kwargs, self._cut(kwargs, way, size, step)[0], step)), None)
 
     def _is_ambiguous(self, kwargs: Mapping[str, Any], size: int) -> bool:
-        """Whether the first two dimensions of an input are both as long as the batch, so that either could be it."""
+        """Whether the first two dimensions of an input are both as long as the batch, so that either could be it.
+
+        Of a matrix the second one are its features (the two numbers of a size, of a batch of two).
+        """
         others = {name: value for name, value in kwargs.items() if name != self.main_input}
-        return any(tensor.ndim > 1 and tensor.shape[0] == tensor.shape[1] == size for tensor in tensors_in(others))
+        return any(tensor.ndim > 2 and tensor.shape[0] == tensor.shape[1] == size for tensor in tensors_in(others))
 
     def _cut(self, kwargs: Mapping[str, Any], way: Way, size: int, step: int) -> list[dict[str, Any]]:
         def part(value: Any, start: int) -> Any:
@@ -148,11 +151,20 @@ def _is_per_sample(values: Sequence[Any], way: Way) -> bool:
 def is_share(whole: BlockGraph, part: BlockGraph, count: int) -> bool:
     """Whether the graph of a part calls the blocks that the whole calls, on at most 1 / `count` of the numbers.
 
+    Its outputs have to be a `count`-th of the whole's along their first dimension, or in number, and no objects: a cache
+    of keys and values has another dimension in front, and two caches cannot be merged.
+
     A forward may fold samples that it should not have got into the sequence (`view(batch, -1, dim)`): outputs then have
     the right shape and the wrong values, but the blocks get longer sequences.
     """
     calls = [[node for node in graph.nodes if "block" in node.meta] for graph in (whole, part)]
-    if [node.target for node in calls[0]] != [node.target for node in calls[1]]:
+    if [node.target for node in calls[0]] != [node.target for node in calls[1]] or whole.output_objects:
+        return False
+    outputs = [[node.meta["shape"] for node in graph.output_nodes] for graph in (whole, part)]
+    if len(outputs[0]) != len(outputs[1]):
+        if len(outputs[0]) != count * len(outputs[1]):
+            return False
+    elif any(not other or other[0] != count * own[0] for other, own in zip(*outputs, strict=True)):
         return False
     return all(_elements(own) * count <= _elements(other) for other, own in zip(*calls, strict=True))
 
