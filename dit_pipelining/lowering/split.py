@@ -188,6 +188,13 @@ class SplitModel:
         )
 
 
+def unused_tensors(model: nn.Module, graph: BlockGraph, blocks: Sequence[str]) -> frozenset[str]:
+    """Names of the parameters and buffers outside of blocks that the captured forward does not use."""
+    used = frozenset().union(*graph.weights_of.values())
+    within = tuple(f"{name}." for name in (*used, *blocks))
+    return frozenset(name for name in model.state_dict() if name not in used and not name.startswith(within))
+
+
 def _check_held(plans: Sequence[StagePlan], held: Sequence[frozenset[str]]) -> None:
     for plan, weights in zip(plans, held, strict=True):
         missing = [n for n in plan.weights if n not in weights and not any(n.startswith(f"{w}.") for w in weights)]

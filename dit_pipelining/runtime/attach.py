@@ -1,7 +1,7 @@
 """Make a transformer run on all ranks while it stays the same object for the pipeline that calls it."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -129,6 +129,14 @@ def _parallel_class(cls: Any) -> Any:
     def device(self: nn.Module) -> torch.device:
         return self.__dict__[EXECUTOR].device
 
+    def parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
+        every = list(cls.parameters(self, recurse))
+        if every and every[0].device.type == "meta":
+            # Pipelines ask `next(transformer.parameters())` where and of which dtype the transformer is.
+            own = torch.empty(0, dtype=every[0].dtype, device=self.__dict__[EXECUTOR].device)
+            every.insert(0, nn.Parameter(own, requires_grad=False))
+        return iter(every)
+
     def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         target, dtype = parse_to(*args, **kwargs)
         own = self.__dict__[EXECUTOR].device
@@ -149,6 +157,7 @@ def _parallel_class(cls: Any) -> Any:
     members = {
         "forward": forward,
         "device": property(device),
+        "parameters": parameters,
         "to": to,
         "_apply": apply,
         "__module__": cls.__module__,

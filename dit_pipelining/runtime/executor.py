@@ -1,6 +1,7 @@
 """One transformer of a pipeline, spread over the ranks: its calls run stage by stage and return on every rank."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -14,7 +15,7 @@ from dit_pipelining.config import ParallelConfig
 from dit_pipelining.costs.machine import machine
 from dit_pipelining.costs.plan import plan_cut
 from dit_pipelining.lowering.boundary import StagePlan
-from dit_pipelining.lowering.split import SplitModel
+from dit_pipelining.lowering.split import SplitModel, unused_tensors
 from dit_pipelining.lowering.stage import StageModule
 from dit_pipelining.runtime.idle import IdleReplicas
 from dit_pipelining.runtime.microbatches import Cutter, batch_size, gives_batch, is_share, merge
@@ -107,6 +108,7 @@ class TransformerExecutor:
         if inputs.objects or graph.output_objects:
             arrival.wait()  # a cache among the inputs or the outputs must be filled when the call returns
             self.rolling.drain()
+            graph.complete_objects(inputs)
         return graph.rebuild_output(tensors, inputs)
 
     def _run_gpipe(self, calls: Sequence[tuple[BlockGraph, CallInputs]]) -> list[Any]:
@@ -121,6 +123,8 @@ class TransformerExecutor:
                 tensors = self._gpipe.run(graph, [inputs.leaves for _, inputs in group])
             except Exception as error:  # the other ranks are in the same schedule and wait for this one
                 raise guard.fail(error) from None
+            for _, inputs in group:
+                graph.complete_objects(inputs)
             outputs += [graph.rebuild_output(own, inputs) for own, (_, inputs) in zip(tensors, group, strict=True)]
         return outputs
 
@@ -133,9 +137,13 @@ class TransformerExecutor:
         graph = self._captures.get(kwargs)
         cut = plan_cut(graph, self.model, self.machine, self.config.partitioner, self.counts, self._components)
         stage = self.rolling.mesh.stage
-        self.split = SplitModel(
-            self.model, self._captures, graph, cut.partition, lambda plans: self._fill_stage(plans[stage]), cut
-        )
+        unused = unused_tensors(self.model, graph, find_blocks(self.model, self.config.blocks))
+
+        def fill(plans: list[StagePlan]) -> None:
+            # Pipelines can ask for what the forward does not use (a prior's mean and deviation): every rank has it.
+            self._fill_stage(replace(plans[stage], weights=plans[stage].weights | unused))
+
+        self.split = SplitModel(self.model, self._captures, graph, cut.partition, fill, cut)
         if self.config.rebalance and self.split.num_stages > 1:
             partitioner = self.config.partitioner if callable(self.config.partitioner) else balanced
             self.rebalancer = Rebalancer(self.name, self.split, self.rolling, partitioner)

@@ -1,6 +1,7 @@
 """Spread a pipeline's transformers over the ranks of this launch."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -57,7 +58,8 @@ def spread(
         if getattr(pipeline, name) is not model:
             raise SplitError(f"{type(pipeline).__name__} did not take over its component {name!r}; it cannot be split.")
         beside = held_beside(pipeline, name, transformers, owners, config)
-        attach(model, TransformerExecutor(name, model, config, rolling, fill[name], beside))
+        own_fill = _with_shared(fill[name], _shared_with_others(pipeline, name, model))
+        attach(model, TransformerExecutor(name, model, config, rolling, own_fill, beside))
     for name, component in pipeline.components.items():
         if not isinstance(component, nn.Module) or name in transformers:
             continue
@@ -82,6 +84,18 @@ def _place(component: nn.Module, device: torch.device, *, is_owner: bool) -> Non
     for module in component.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
+
+
+def _shared_with_others(pipeline: Any, name: str, model: nn.Module) -> frozenset[str]:
+    """Names of the transformer's parameters that are another component's too: Z-Image's ControlNet uses its embedders."""
+    others = [part for other, part in pipeline.components.items() if other != name and isinstance(part, nn.Module)]
+    theirs = {id(parameter) for part in others for _, parameter in part.named_parameters(remove_duplicate=False)}
+    return frozenset(key for key, own in model.named_parameters(remove_duplicate=False) if id(own) in theirs)
+
+
+def _with_shared(fill: FillStage, shared: frozenset[str]) -> FillStage:
+    """Every rank keeps what others share, since they run on every rank."""
+    return lambda plan: fill(replace(plan, weights=plan.weights | shared))
 
 
 def held_beside(
