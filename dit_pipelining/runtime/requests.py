@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from diffusers import SchedulerMixin
+from diffusers import ConfigMixin
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import nn
 
 from dit_pipelining.errors import InputError
 from dit_pipelining.runtime.attach import rolling_of
@@ -22,8 +23,8 @@ def run_requests(
 ) -> list[Any]:
     """Run calls of the pipeline side by side; results in order, each what the call alone returns.
 
-    Every request runs the pipeline's own code on a shallow copy of the pipeline with schedulers of its own. On a pipeline
-    that is not spread over ranks they run one after the other.
+    Every request runs the pipeline's own code on a shallow copy of the pipeline with schedulers and guiders of its own. On
+    a pipeline that is not spread over ranks they run one after the other.
     """
     rolling = rolling_of(pipeline)
     if rolling is None:
@@ -89,7 +90,7 @@ def request_call(
     """
     own = copy.copy(pipeline)
     for name, component in pipeline.components.items():
-        if isinstance(component, SchedulerMixin):
+        if isinstance(component, ConfigMixin) and not isinstance(component, nn.Module):  # schedulers, guiders
             setattr(own, name, copy.deepcopy(component))
     own.__dict__["progress_bar"] = progress_bar
 
