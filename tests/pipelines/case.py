@@ -1,6 +1,7 @@
 """A pipeline case: one diffusers pipeline, tiny, with random weights, and a call of it."""
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,8 @@ class PipelineCase:
         call: arguments of the pipeline. A value that is a function is called, so that each call gets inputs of its own.
         variant: told apart from other cases of the class by this name.
         cut: whether a call has several samples, or both branches of guidance in a batch, so that replicas share it. The
-            last bits may then differ, since kernels sum in another order for another batch size.
+            last bits may then differ, since kernels sum in another order for another batch size. A batch of two that
+            cannot be told from two frames or two pictures stays whole.
         prepare: called with the pipeline that was built, for what a user would switch on.
         steps: denoising steps, where the pipeline takes them.
         tolerance: of a cut batch, absolute and relative, after all steps.
@@ -67,25 +69,35 @@ def build_pipeline(case: PipelineCase, seed: int = 0) -> Any:
     return pipeline
 
 
-def call_pipeline(case: PipelineCase, pipeline: Any, **changes: Any) -> list[torch.Tensor]:
+def call_pipeline(case: PipelineCase, pipeline: Any, seed: int = 7) -> list[torch.Tensor]:
     """Everything one call gives: the latents after each step if they can be had, then what the pipeline returns."""
-    accepted = inspect.signature(type(pipeline).__call__).parameters
     latents: list[Any] = []
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)  # some pipelines draw without the generator
+        result = pipeline(**arguments(case, pipeline, seed, latents))
+    return outputs_of([latents, result])
+
+
+def arguments(case: PipelineCase, pipeline: Any, seed: int, latents: list[Any] | None = None) -> dict[str, Any]:
+    """The arguments of one call, made anew. A callback puts each step's latents into the list, if one is given."""
+    accepted = inspect.signature(type(pipeline).__call__).parameters
+    call: dict[str, Any] = {"generator": torch.Generator().manual_seed(seed), "num_inference_steps": case.steps}
+    call |= {"output_type": "np", **case.call}
+    made = {name: value() if inspect.isfunction(value) else value for name, value in call.items()}
 
     def keep(_: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        assert latents is not None
         latents.extend(values.values())
         return values
 
-    call: dict[str, Any] = {"generator": torch.Generator().manual_seed(7), "num_inference_steps": case.steps}
-    call |= {"output_type": "np", "callback_on_step_end": keep, **case.call, **changes}
-    call = {
-        name: value() if inspect.isfunction(value) and name != "callback_on_step_end" else value
-        for name, value in call.items()
-        if name in accepted or name in case.call
-    }
-    with torch.no_grad():
-        result = pipeline(**call)
-    return [torch.as_tensor(tensor).clone() for tensor in tensors_in([latents, _as_tensors(result)])]
+    if latents is not None:
+        made["callback_on_step_end"] = keep
+    return {name: value for name, value in made.items() if name in accepted or name in case.call}
+
+
+def outputs_of(results: Any) -> list[torch.Tensor]:
+    """All tensors, arrays and pictures in results, as tensors of their own."""
+    return [torch.as_tensor(tensor).clone() for tensor in tensors_in(_as_tensors(results))]
 
 
 def _as_tensors(value: Any) -> Any:
@@ -105,6 +117,13 @@ def dit(model_class: str, init: Mapping[str, Any], **changes: Any) -> nn.Module:
     """A transformer of the zoo's configuration, with changes."""
     seed = int(torch.randint(2**31, ()))
     return build_model(Case(model_class, model_class, {**init, **changes}, {}), seed)
+
+
+def small_area(pipeline: Any) -> None:
+    """Let a pipeline that scales given pictures to a fixed area make them 32 x 32."""
+    module: Any = sys.modules[type(pipeline).__module__]
+    values = len(module.calculate_dimensions(1024, 1.0))  # width and height, and in some pipelines a third one
+    module.calculate_dimensions = lambda area, ratio: (32, 32, None)[:values]
 
 
 def picture(width: int = 32, height: int = 32, seed: int = 0) -> Callable[[], Image.Image]:

@@ -5,34 +5,29 @@ from typing import Any
 
 import torch
 
-from dit_pipelining.api import ParallelConfig, parallelize
+from dit_pipelining.api import ParallelConfig, generate, parallelize
 from dit_pipelining.runtime.attach import EXECUTOR
 from tests.distributed import RankPool
 
 from . import CASES
-from .case import PipelineCase, build_pipeline, call_pipeline
+from .case import PipelineCase, arguments, build_pipeline, call_pipeline, outputs_of
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "pp2": dict(pipeline_parallel_size=2),
     "pp3": dict(pipeline_parallel_size=3),
     "cfg2": dict(cfg_parallel_size=2),
     "pp2-cfg2": dict(pipeline_parallel_size=2, cfg_parallel_size=2),
+    "pp2-mb2": dict(pipeline_parallel_size=2, microbatches=2),
 }
 """Name -> degrees."""
-
-
-def world_size(layout: str) -> int:
-    """Ranks of a layout."""
-    return ParallelConfig(**LAYOUTS[layout]).world_size
 
 
 def plain(name: str) -> list[torch.Tensor]:
     """What the case gives in one process; on a rank, whose number of threads is that of the ranks that are compared."""
     outputs = call_pipeline(CASES[name], build_pipeline(CASES[name]))
     assert outputs
-    for output in outputs:
-        assert output.isfinite().all()
-        assert output.double().std() > 1e-4
+    assert all(output.isfinite().all() for output in outputs)
+    assert any(output.numel() and output.double().std() > 1e-4 for output in outputs)
     return outputs
 
 
@@ -42,8 +37,8 @@ def spread(name: str, layout: str) -> tuple[list[torch.Tensor], bool]:
     pipeline = parallelize(build_pipeline(case), ParallelConfig(**LAYOUTS[layout]))
     cuts: list[int] = []
     executors = [part.__dict__[EXECUTOR] for part in pipeline.components.values() if EXECUTOR in vars_of(part)]
-    for executor in executors:
-        executor._over_replicas.cut = _counted(executor._over_replicas.cut, cuts)
+    for cutter in [cutter for executor in executors for cutter in (executor._over_replicas, executor._along_stages)]:
+        cutter.cut = _counted(cutter.cut, cuts)
     first = call_pipeline(case, pipeline)
     assert cuts, "the transformer was not called"
     assert_close(call_pipeline(case, pipeline), first, 0.0)
@@ -80,8 +75,25 @@ def compare(ranks: RankPool, case: PipelineCase, layout: str, expected: Sequence
     Raises:
         AssertionError: a rank gives something else, or a batch was cut although the case does not say so.
     """
-    replicas = ParallelConfig(**LAYOUTS[layout]).cfg_parallel_size
-    for outputs, was_cut in ranks.run(world_size(layout), spread, case.name, layout):
-        assert was_cut == (case.cut and replicas > 1), "a batch was cut" if was_cut else "no batch was cut"
-        assert_close(outputs, expected, case.tolerance if was_cut else 0.0)
-    return f"{case.tolerance:g}" if case.cut and replicas > 1 else "bits"
+    config = ParallelConfig(**LAYOUTS[layout])
+    is_cut = case.cut and config.cfg_parallel_size * config.microbatches > 1
+    for outputs, was_cut in ranks.run(config.world_size, spread, case.name, layout):
+        assert was_cut == is_cut, "a batch was cut" if was_cut else "no batch was cut"
+        assert_close(outputs, expected, case.tolerance if is_cut else 0.0)
+    return f"{case.tolerance:g}" if is_cut else "bits"
+
+
+SEEDS = (7, 8)
+"""Of requests that differ in nothing else."""
+
+
+def plain_requests(name: str) -> list[torch.Tensor]:
+    """What two calls of a case give in one process, one after the other."""
+    pipeline = build_pipeline(CASES[name])
+    return outputs_of([pipeline(**arguments(CASES[name], pipeline, seed)) for seed in SEEDS])
+
+
+def spread_requests(name: str, layout: str) -> list[torch.Tensor]:
+    """What they give side by side on this rank of a layout."""
+    pipeline = parallelize(build_pipeline(CASES[name]), ParallelConfig(**LAYOUTS[layout]))
+    return outputs_of(generate(pipeline, [arguments(CASES[name], pipeline, seed) for seed in SEEDS]))

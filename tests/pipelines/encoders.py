@@ -3,6 +3,7 @@
 from typing import Any
 
 import transformers
+from diffusers.pipelines.ltx2 import LTX2TextConnectors
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     CLIPImageProcessor,
@@ -61,6 +62,28 @@ def tokenizer(length: int = 77, **options: Any) -> PreTrainedTokenizerFast:
     )
     made.chat_template = CHAT
     return made
+
+
+class TextProcessor:
+    """Stands in for a processor of text and pictures where only text comes; those of pictures need torchvision."""
+
+    def __init__(self, tokens: PreTrainedTokenizerFast) -> None:
+        self.tokenizer = tokens
+        self.image_processor = transformers.Qwen2VLImageProcessorPil(patch_size=4, merge_size=2)
+
+    def __call__(self, text: Any = None, images: None = None, **options: Any) -> Any:
+        return self.tokenizer(text, **options)
+
+    def apply_chat_template(self, messages: Any, tokenize: bool = False, **options: Any) -> Any:
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        return [self.tokenizer.encode(text)] if tokenize else text
+
+
+def text_processor() -> TextProcessor:
+    """A processor for text alone, that knows the words for pictures."""
+    tokens = tokenizer()
+    tokens.add_tokens(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"], special_tokens=True)
+    return TextProcessor(tokens)
 
 
 def t5(width: int = 32) -> T5EncoderModel:
@@ -210,3 +233,20 @@ def gemma3(width: int = 32, layers: int = 2) -> Any:
         eoi_token_index=62,
     )
     return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def connectors() -> LTX2TextConnectors:
+    """What LTX-2 puts between its text encoder and its transformer."""
+    return LTX2TextConnectors(
+        caption_channels=32,
+        text_proj_in_factor=3,
+        video_connector_num_attention_heads=4,
+        video_connector_attention_head_dim=8,
+        video_connector_num_layers=1,
+        video_connector_num_learnable_registers=None,
+        audio_connector_num_attention_heads=4,
+        audio_connector_attention_head_dim=8,
+        audio_connector_num_layers=1,
+        audio_connector_num_learnable_registers=None,
+        rope_double_precision=False,
+    )

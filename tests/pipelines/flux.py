@@ -47,6 +47,14 @@ IMAGE = dict(image=picture(8, 8), strength=0.7)
 MASK = dict(mask_image=mask(8, 8))
 CONTROL = dict(control_image=picture(8, 8), controlnet_conditioning_scale=0.8)
 
+# Rows of one example and one query of two pictures, the last of which is to be painted.
+CLOZE = dict(
+    task_prompt="a red cat",
+    content_prompt="the moon",
+    image=lambda: [[picture(16, 16)(), picture(16, 16, 1)()], [picture(16, 16, 2)(), None]],
+    max_sequence_length=16,
+)
+
 CASES = (
     PipelineCase("FluxPipeline", _flux, TEXT),
     PipelineCase("FluxPipeline", _flux, TEXT | dict(negative_prompt="red", true_cfg_scale=3.0), "true_cfg"),
@@ -96,4 +104,15 @@ CASES = (
     PipelineCase("ChromaPipeline", _chroma, CHROMA),
     PipelineCase("ChromaImg2ImgPipeline", _chroma, CHROMA | IMAGE, steps=3),
     PipelineCase("ChromaInpaintPipeline", _chroma, CHROMA | IMAGE | MASK, steps=3),
+    PipelineCase(
+        "VisualClozeGenerationPipeline",
+        lambda: _flux(in_channels=12, out_channels=4) | dict(resolution=16),
+        CLOZE,
+    ),
+    PipelineCase(
+        "VisualClozePipeline",
+        lambda: _flux(in_channels=12, out_channels=4) | dict(resolution=16),
+        CLOZE | dict(upsampling_height=16, upsampling_width=16, upsampling_strength=0.6),
+        steps=3,
+    ),
 )

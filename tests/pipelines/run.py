@@ -38,12 +38,14 @@ def run_case(ranks: RankPool, name: str, layouts: list[str]) -> dict[str, Any]:
 
 
 def _last_line(error: AssertionError) -> str:
-    return str(error).strip().splitlines()[-1][:300] if str(error).strip() else repr(error)
+    """The last line that names an error, else the last line."""
+    lines = str(error).strip().splitlines() or [repr(error)]
+    return next((line for line in reversed(lines) if "Error: " in line), lines[-1]).strip()[:300]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument("--layouts", nargs="*", default=["pp2", "pp3", "cfg2", "pp2-cfg2"], choices=list(LAYOUTS))
     parser.add_argument("--only", nargs="*", default=["*"], help="names of cases; * stands for anything")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
