@@ -44,6 +44,8 @@ class StreamRank:
         noise: the noise of chunks.
         seconds: how long to wait for another rank.
         rebalancing: decides when blocks move; None: never.
+        is_twin: this rank is of the pipeline that runs the rows without the prompt.
+        guidance_scale: with a twin; the spec of the stages knows of no guidance then.
 
     Attributes:
         noted: load and seconds per tick of each stage, as far as this rank knows: the last one knows all, the first one a
@@ -59,6 +61,8 @@ class StreamRank:
         noise: NoiseSource,
         seconds: float,
         rebalancing: Rebalancing | None = None,
+        is_twin: bool = False,
+        guidance_scale: float | None = None,
     ) -> None:
         self.stage = stage
         self.index = index
@@ -67,10 +71,13 @@ class StreamRank:
         self.noise = noise
         self.seconds = seconds
         self.rebalancing = rebalancing
+        self.is_twin = is_twin
+        self.guidance_scale = guidance_scale
         self.noted = torch.zeros(num_stages, NOTED, dtype=torch.float64)
         self._length = header_length(stage.spec, num_stages)
         self._senders: list[Sender] = []
         self._receivers: list[Receiver] = []
+        self._flow: Receiver | None = None
 
     def run(self, sources: Sequence[Source]) -> Iterator[FinishedChunk]:
         """Run until the sources end; all ranks call this, and iterate to the end.
@@ -81,7 +88,7 @@ class StreamRank:
         Yields:
             on the last rank finished chunks, as soon as they are; on the others nothing.
         """
-        yield from self._lead(sources) if self.index == 0 else self._follow()
+        yield from self._lead(sources) if self.index == 0 and not self.is_twin else self._follow()
         for sender in self._senders:
             sender.close()
         for receiver in self._receivers:
@@ -91,59 +98,81 @@ class StreamRank:
     # ---- the first rank -------------------------------------------------------------------------------------------------
 
     def _lead(self, sources: Sequence[Source]) -> Iterator[FinishedChunk]:
+        links = self.links
         head = StreamHead(self.stage.spec, self.num_stages, self.noise, sources)
-        onward, fresh = self._sender(self.links.hops[0]), self._sender(self.links.fresh)
-        back = self._receiver(self.links.back)
+        onward = self._sender(links.hops[0]) if links.hops else None
+        fresh = self._sender(links.fresh) if links.fresh is not None else None
+        back = self._receiver(links.back) if links.back is not None else None
+        twin = self._sender(links.twin) if links.twin is not None else None
+        tail = self._tail() if onward is None else None
+        followers = [sender for sender in (onward, twin) if sender is not None]
         spoken = time.monotonic()
         while not head.finished:
             tick = head.next_tick()
             if tick.step is None:
                 time.sleep(IDLE_SECONDS)
                 if time.monotonic() - spoken > self.seconds / SIGNS_PER_TIMEOUT:
-                    onward.send(self._header(Kind.IDLE))
+                    for follower in followers:
+                        follower.send(self._header(Kind.IDLE))
                     spoken = time.monotonic()
                 continue
             spoken = time.monotonic()
-            self._lead_tick(head, tick, onward, fresh, back)
-        onward.send(self._header(Kind.END))
-        kind = Kind.IDLE
-        while kind is not Kind.END:  # until it has gone around
-            with back.next() as message:
-                kind = decode(message.header).kind
-        yield from ()
+            self._announce(tick, onward)
+            header = encode(Header(Kind.ROWS, tick.step), self._length)
+            self._note(header)
+            if tick.fresh and fresh is not None:
+                latents = torch.cat([own for _, own in tick.fresh]).to(self.noise.device, self.noise.dtype)
+                fresh.send(header, [latents])
+            if back is not None:
+                self._take_back(head, tick.step, back)
+            latents = head.latents(tick.step, tick.fresh)
+            if twin is not None:
+                twin.send(header, [latents])
+            outputs = self.stage.execute_micro_step(tick.step, [], latents)
+            if tail is not None:
+                finished, going_on = self._finish(tail, tick.step, outputs, tick.fresh)
+                if going_on is not None:
+                    head.take_back(tick.step, going_on)
+                yield from finished
+            elif onward is not None:
+                onward.send(header, outputs)
+        for follower in followers:
+            follower.send(self._header(Kind.END))
+        if back is not None:
+            _until_the_end(back)
+        if tail is not None:
+            self._end_of_flow()
 
-    def _lead_tick(self, head: StreamHead, tick: Tick, onward: Sender, fresh: Sender, back: Receiver) -> None:
+    def _announce(self, tick: Tick, onward: Sender | None) -> None:
+        """What the other ranks have to know before the rows of a tick."""
         assert tick.step is not None
         if self.rebalancing is not None and tick.step.tick % REBALANCE_TICKS == REBALANCE_TICKS - 1:
             seconds = tuple(self.noted[:, 1].tolist())
-            if (partition := self.rebalancing.better_partition(seconds)) is not None:
+            if (partition := self.rebalancing.better_partition(seconds)) is not None and onward is not None:
                 onward.send(encode(Header(Kind.REBALANCE, numbers=seconds), self._length))
                 self._move(partition)
         for stream, chunk, prompt in tick.prompts:
             self.stage.prompts.change(stream, chunk, prompt)
-            onward.send(encode(Header(Kind.PROMPT, numbers=(stream, chunk)), self._length), [prompt])
-        header = encode(Header(Kind.ROWS, tick.step), self._length)
-        self._note(header)
-        if tick.fresh:
-            latents = torch.cat([own for _, own in tick.fresh]).to(self.noise.device, self.noise.dtype)
-            fresh.send(header, [latents])
-        while back.has_message or not head.has_latents(tick.step):
+            if onward is not None:
+                onward.send(encode(Header(Kind.PROMPT, numbers=(stream, chunk)), self._length), [prompt])
+
+    def _take_back(self, head: StreamHead, step: MicroStep, back: Receiver) -> None:
+        """Take what has come back, and wait for what the rows of a step need."""
+        while back.has_message or not head.has_latents(step):
             with back.next() as message:
-                step = decode(message.header).micro_step
-                if step is not None:
+                known = decode(message.header).micro_step
+                if known is not None:
                     self.noted = noted(message.header, self.num_stages)
-                if message.tensors and step is not None:
-                    head.take_back(step, message.tensors[0].clone())
-        outputs = self.stage.execute_micro_step(tick.step, [], head.latents(tick.step, tick.fresh))
-        onward.send(header, outputs)
+                if known is not None and message.tensors:
+                    head.take_back(known, message.tensors[0].clone())
 
     # ---- all others -----------------------------------------------------------------------------------------------------
 
     def _follow(self) -> Iterator[FinishedChunk]:
         is_last = self.index == self.num_stages - 1
-        incoming = self._receiver(self.links.hops[self.index - 1])
-        onward = self._sender(self.links.back if is_last else self.links.hops[self.index])
-        tail = StreamTail(self.stage.spec, self.noise) if is_last else None
+        incoming = self._receiver(self._upstream())
+        onward = self._sender(self._downstream())
+        tail = self._tail() if is_last and not self.is_twin else None
         kind = Kind.IDLE
         while kind is not Kind.END:
             finished: list[FinishedChunk] = []
@@ -152,14 +181,14 @@ class StreamRank:
                 kind = header.kind
                 if header.micro_step is not None:
                     self._note(message.header)
-                    outputs = self.stage.execute_micro_step(header.micro_step, message.tensors)
-                    if tail is None:
-                        onward.send(message.header, _own(outputs, message))
-                    else:
+                    outputs = self._execute(header.micro_step, message)
+                    if tail is not None:
                         fresh = self._fresh(header.micro_step)
-                        finished, going_on = tail.finish(header.micro_step, torch.cat(outputs), fresh)
+                        finished, going_on = self._finish(tail, header.micro_step, outputs, fresh)
                         if going_on is not None or self.rebalancing is not None:
                             onward.send(message.header, [] if going_on is None else [going_on])
+                    else:
+                        onward.send(message.header, [torch.cat(outputs)] if is_last else _own(outputs, message))
                 elif kind is Kind.PROMPT:
                     prompt = message.tensors[0].clone()
                     stream, chunk = header.numbers
@@ -174,12 +203,56 @@ class StreamRank:
                 assert partition is not None
                 self._move(partition)
             yield from finished
+        if tail is not None:
+            self._end_of_flow()
+
+    def _upstream(self) -> Direction:
+        direction = self.links.hops[self.index - 1] if self.index else self.links.twin
+        assert direction is not None
+        return direction
+
+    def _downstream(self) -> Direction:
+        is_last = self.index == self.num_stages - 1
+        direction = self.links.hops[self.index] if not is_last else self.links.flow if self.is_twin else self.links.back
+        assert direction is not None
+        return direction
+
+    def _execute(self, step: MicroStep, message: Message) -> list[torch.Tensor]:
+        if self.index == 0:  # of the twin
+            return self.stage.execute_micro_step(step, [], message.tensors[0].clone())
+        return self.stage.execute_micro_step(step, message.tensors)
+
+    # ---- the last rank --------------------------------------------------------------------------------------------------
+
+    def _tail(self) -> StreamTail:
+        self._flow = self._receiver(self.links.flow) if self.links.flow is not None else None
+        return StreamTail(self.stage.spec, self.noise, self.guidance_scale)
+
+    def _finish(
+        self,
+        tail: StreamTail,
+        step: MicroStep,
+        outputs: Sequence[torch.Tensor],
+        fresh: Sequence[tuple[int, torch.Tensor]],
+    ) -> tuple[list[FinishedChunk], torch.Tensor | None]:
+        flow = torch.cat(list(outputs))
+        if self._flow is None:
+            return tail.finish(step, flow, fresh)
+        while True:
+            with self._flow.next() as message:
+                if message.tensors:  # else it only says that the twin is there
+                    return tail.finish(step, flow, fresh, message.tensors[0].clone())
+
+    def _end_of_flow(self) -> None:
+        if self._flow is not None:
+            _until_the_end(self._flow)
 
     def _fresh(self, step: MicroStep) -> list[tuple[int, torch.Tensor]]:
         """What sources gave for first passes in this step, by stream."""
         streams = given_streams(step)
         if not streams:
             return []
+        assert self.links.fresh is not None
         layout = ((len(streams), *self.noise.shape[1:]), self.noise.dtype)
         (latents,) = receive_one(self.links.fresh, self._length, [layout], self.stage.device)
         return list(zip(streams, latents.split(1), strict=True))
@@ -215,7 +288,8 @@ class StreamRank:
         return self._senders[-1]
 
     def _receiver(self, direction: Direction) -> Receiver:
-        layouts = self._returned if direction is self.links.back else self._announced
+        ways = {id(self.links.back): self._returned, id(self.links.twin): self._rows, id(self.links.flow): self._flows}
+        layouts = ways.get(id(direction), self._announced)
         end = float(Kind.END)
         self._receivers.append(
             Receiver(
@@ -237,11 +311,27 @@ class StreamRank:
         prompt = self.stage.prompts.example
         return [(tuple(prompt.shape), prompt.dtype)] if known.kind is Kind.PROMPT else []
 
+    def _rows(self, header: torch.Tensor, dtype: torch.dtype | None = None) -> list[Layout]:
+        """The latents of all rows."""
+        step = decode(header).micro_step
+        return [((len(step.rows), *self.noise.shape[1:]), dtype or self.noise.dtype)] if step is not None else []
+
+    def _flows(self, header: torch.Tensor) -> list[Layout]:
+        """What the twin predicts for all rows."""
+        return self._rows(header, self.stage.dtype)
+
     def _returned(self, header: torch.Tensor) -> list[Layout]:
         """What the last stage sends back after this header."""
         step = decode(header).micro_step
         count = len(returned_rows(step, self.stage.spec)) if step is not None else 0
         return [((count, *self.noise.shape[1:]), self.noise.dtype)] if count else []
+
+
+def _until_the_end(receiver: Receiver) -> None:
+    kind = Kind.IDLE
+    while kind is not Kind.END:
+        with receiver.next() as message:
+            kind = decode(message.header).kind
 
 
 def _own(outputs: Sequence[torch.Tensor], message: Message) -> list[torch.Tensor]:

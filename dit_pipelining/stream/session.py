@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -103,18 +103,23 @@ class VideoStream:
         self.num_stages = num_stages = self.split.num_stages
         self.stage_index = 0
         negative = self.embed(negative_prompt or "") if spec.branches > 1 else None
+        has_twin = self.rolling is not None and self.rolling.mesh.replicas > 1
+        own_spec = replace(spec, guidance_scale=1.0) if has_twin else spec
+        if has_twin and self.rolling is not None and self.rolling.mesh.replica == 1 and negative is not None:
+            embedded, negative = [negative] * spec.streams, None
         known = Prompts(embedded, negative, in_flight=spec.passes * num_stages)
-        self.caches = DistributedKVCache(spec)
+        self.caches = DistributedKVCache(own_spec)
         dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
         self.noise = NoiseSource(seed, self.shape, dtype, self.device)
         if self.rolling is not None:
             self.stage_index = self.rolling.mesh.stage
         own_stages = [self.stage_index] if self.rolling is not None else range(num_stages)
         self.stages = [
-            StreamStage(self.split, index, spec, self.shape, known, self.caches, self.device, batched)
+            StreamStage(self.split, index, own_spec, self.shape, known, self.caches, self.device, batched)
             for index in own_stages
         ]
-        self.is_output = self.stage_index == num_stages - 1 or self.rolling is None
+        is_first = self.rolling is None or self.rolling.mesh.replica == 0
+        self.is_output = is_first and (self.stage_index == num_stages - 1 or self.rolling is None)
         self._rank = self._make_rank(num_stages)
         self._decoders = [StreamVAE(pipeline.vae) for _ in range(spec.streams)] if self.is_output else []
 
@@ -195,8 +200,13 @@ class VideoStream:
         return self._rank is not None
 
     @property
+    def num_pipelines(self) -> int:
+        """Two where each branch of guidance has one."""
+        return self.rolling.mesh.replicas if self.rolling is not None else 1
+
+    @property
     def control(self) -> dist.ProcessGroup:
-        """A gloo group of all stages' ranks."""
+        """A gloo group of all ranks."""
         assert self._rank is not None
         return self._rank.links.control
 
@@ -220,17 +230,26 @@ class VideoStream:
         return VideoChunk(chunk.stream, chunk.index, shown, time.time() - chunk.facts.started)
 
     def _make_rank(self, num_stages: int) -> StreamRank | None:
-        if self.rolling is None or num_stages == 1:
+        if self.rolling is None or self.rolling.mesh.world_size == 1:
             return None
         mesh = self.rolling.mesh
-        if mesh.replicas > 1:
-            raise ConfigError(f"cfg_parallel_size={mesh.replicas}: a stream runs on one line of stages; leave it out.")
+        if mesh.replicas > self.spec.branches:
+            raise ConfigError(
+                f"cfg_parallel_size={mesh.replicas}: a stream takes one pipeline per branch of guidance, and with "
+                f"guidance_scale={self.spec.guidance_scale:g} there are {self.spec.branches}."
+            )
         executor = self.pipeline.transformer.__dict__[EXECUTOR]
         seconds = executor.config.timeout_seconds
-        rebalancing = Rebalancing(executor) if executor.rebalancer is not None else None
+        rebalancing = Rebalancing(executor) if executor.rebalancer is not None and mesh.replicas == 1 else None
         backend = "gloo" if self.rolling.transport == "host" else "nccl"
-        links = make_stream_links(mesh.ranks_of(0), timedelta(seconds=seconds), backend, self.device)
-        return StreamRank(self.stages[0], self.stage_index, num_stages, links, self.noise, seconds, rebalancing)
+        pipelines = [mesh.ranks_of(replica) for replica in range(mesh.replicas)]
+        links = make_stream_links(pipelines, timedelta(seconds=seconds), backend, self.device)
+        guidance = (
+            {} if mesh.replicas == 1 else {"is_twin": mesh.replica == 1, "guidance_scale": self.spec.guidance_scale}
+        )
+        return StreamRank(
+            self.stages[0], self.stage_index, num_stages, links, self.noise, seconds, rebalancing, **guidance
+        )
 
     def _split(self, text: torch.Tensor) -> SplitModel:
         model = self.pipeline.transformer

@@ -37,15 +37,21 @@ class StreamTail:
     Args:
         spec: of the streams.
         noise: as the head has it.
+        guidance_scale: where a twin runs the rows without the prompt; else the spec's counts.
     """
 
-    def __init__(self, spec: StreamSpec, noise: NoiseSource) -> None:
+    def __init__(self, spec: StreamSpec, noise: NoiseSource, guidance_scale: float | None = None) -> None:
         self.spec = spec
+        self.guidance_scale = spec.guidance_scale if guidance_scale is None else guidance_scale
         self.noise = noise
         self._latents: dict[tuple[int, int], torch.Tensor] = {}
 
     def finish(
-        self, step: MicroStep, flow: torch.Tensor, fresh: Sequence[tuple[int, torch.Tensor]]
+        self,
+        step: MicroStep,
+        flow: torch.Tensor,
+        fresh: Sequence[tuple[int, torch.Tensor]],
+        without: torch.Tensor | None = None,
     ) -> tuple[list[FinishedChunk], torch.Tensor | None]:
         """The last part of a tick.
 
@@ -53,11 +59,14 @@ class StreamTail:
             step: the rows.
             flow: what the model predicts for them, (rows, channels, frames, height, width).
             fresh: what sources gave for first passes in this step, by stream.
+            without: what the twin predicts for the same rows without the prompt.
 
         Returns:
             finished chunks, and the latents of the rows that go on, in their order; None if there are none.
         """
         given = dict(fresh)
+        if without is not None:
+            flow = torch.cat([flow, without])
         conditional = [number for number, row in enumerate(step.rows) if row.branch == 0]
         finished: list[FinishedChunk] = []
         going_on: list[torch.Tensor] = []
@@ -85,7 +94,7 @@ class StreamTail:
     def _guided(self, flow: torch.Tensor, number: int, count: int) -> torch.Tensor:
         """The flow of a row, with guidance that of both branches: those without the prompt follow in the same order."""
         own = flow[number : number + 1]
-        if self.spec.branches == 1:
+        if len(flow) == count:
             return own
         without = flow[count + number : count + number + 1]
-        return without + self.spec.guidance_scale * (own - without)
+        return without + self.guidance_scale * (own - without)

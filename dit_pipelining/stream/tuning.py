@@ -28,9 +28,9 @@ def measure(stream: VideoStream) -> list[StageCost]:
     if own is None:
         costs = [fit_cost(stage.seconds()) for stage in stream.stages]
         return [*costs[:-1], replace(costs[-1], per_finish=decoding)]
-    costs = [own] * stream.num_stages
+    costs = [own] * dist.get_world_size(stream.control)
     dist.all_gather_object(costs, replace(own, per_finish=decoding), group=stream.control)
-    return costs
+    return costs[: stream.num_stages]
 
 
 def tune(
@@ -52,7 +52,7 @@ def tune(
     Raises:
         ConfigError: no choice meets both.
     """
-    scheduler = StreamBatchScheduler(measure(stream), stream.spec)
+    scheduler = StreamBatchScheduler(measure(stream), stream.spec, replicas=stream.num_pipelines)
     wanted = tuple(streams) or (stream.spec.streams,)
     return scheduler.compute_optimal_config(target_fps, max_latency, max_first_frame, streams=wanted)
 

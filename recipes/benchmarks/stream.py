@@ -144,7 +144,7 @@ def _sleep_rank(rank: int, num_stages: int, seconds: float, chunks: int, port: i
     spec = StreamSpec(levels=LEVELS)
     stage = _stages(model, spec, SMALL, torch.zeros(1, 8, 12), num_stages, SleepingStage)[rank]
     stage.seconds_to_sleep = seconds
-    links = make_stream_links(range(num_stages), timeout, "gloo", torch.device("cpu"))
+    links = make_stream_links([range(num_stages)], timeout, "gloo", torch.device("cpu"))
     noise = NoiseSource(0, SMALL, torch.float32, torch.device("cpu"))
     filling = spec.num_levels * num_stages
     with torch.no_grad():

@@ -1,6 +1,7 @@
 """Builds the stages of a stream in this process, as the tests use them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -62,9 +63,29 @@ def run(
 
 
 def rank(model: WanTransformer3DModel, spec: StreamSpec, counts: Sequence[int], prompts: Any = None) -> StreamRank:
-    """This rank's part of a pipeline over all ranks of the group; rows run one by one."""
-    timeout = timedelta(seconds=30)
-    links = make_stream_links(range(len(counts)), timeout, "gloo", CPU)
+    """This rank's part of a pipeline over all ranks of the group; rows run one by one.
+
+    With twice as many ranks as stages, the second half is the twin that runs the rows without the prompt.
+    """
+    timeout = timedelta(seconds=60)
+    if dist.get_world_size() == 2 * len(counts):
+        return _twins(model, spec, counts, prompts, timeout)
+    links = make_stream_links([range(len(counts))], timeout, "gloo", CPU)
     own = dist.get_rank()
     stage = stages(model, spec, counts, batched=False, prompts=prompts)[own]
     return StreamRank(stage, own, len(counts), links, noise(model.dtype), timeout.total_seconds())
+
+
+def _twins(
+    model: WanTransformer3DModel, spec: StreamSpec, counts: Sequence[int], prompts: Any, timeout: timedelta
+) -> StreamRank:
+    replica, own = divmod(dist.get_rank(), len(counts))
+    pipelines = [range(first, first + len(counts)) for first in (0, len(counts))]
+    links = make_stream_links(pipelines, timeout, "gloo", CPU)
+    if replica:
+        prompts = [reference.text(99, model.dtype)] * spec.streams
+    plain = replace(spec, guidance_scale=1.0)
+    stage = stages(model, plain, counts, batched=False, prompts=prompts)[own]
+    seconds = timeout.total_seconds()
+    guidance = dict(is_twin=replica == 1, guidance_scale=spec.guidance_scale)
+    return StreamRank(stage, own, len(counts), links, noise(model.dtype), seconds, **guidance)

@@ -33,20 +33,24 @@ def streamed(own: StreamSpec, counts: tuple[int, ...]) -> list[tuple[int, int, t
     prompts = [reference.text(10)] * own.streams
     rank = harness.rank(reference.model(), own, counts, prompts)
     finished = list(rank.run([source(own, stream) for stream in range(own.streams)]))
-    assert (len(finished) == 0) == (dist.get_rank() < len(counts) - 1)
+    assert (len(finished) == 0) == (dist.get_rank() != len(counts) - 1)
     return [(chunk.stream, chunk.index, chunk.latents) for chunk in finished]
 
 
 @pytest.mark.parametrize(
-    ("own", "counts"),
+    ("own", "counts", "pipelines"),
     [
-        (spec(), (3, 1)),
-        (spec(streams=2, guidance_scale=2.0), (1, 2, 1)),
-        (spec(policy="clean", streams=3), (2, 1, 1)),
+        (spec(), (3, 1), 1),
+        (spec(streams=2, guidance_scale=2.0), (1, 2, 1), 1),
+        (spec(policy="clean", streams=3), (2, 1, 1), 1),
+        (spec(guidance_scale=2.0), (3, 1), 2),
+        (spec(streams=2, guidance_scale=2.0), (4,), 2),
     ],
 )
-def test_a_stream_over_ranks_is_the_reference(ranks: RankPool, own: StreamSpec, counts: tuple[int, ...]) -> None:
-    finished = ranks.run(len(counts), streamed, own, counts)[-1]
+def test_a_stream_over_ranks_is_the_reference(
+    ranks: RankPool, own: StreamSpec, counts: tuple[int, ...], pipelines: int
+) -> None:
+    finished = ranks.run(pipelines * len(counts), streamed, own, counts)[len(counts) - 1]
     known = reference.Reference(reference.model(), own)
     prompts = {chunk: reference.text(seed) for chunk, seed in PROMPTS.items()}
     for stream in range(own.streams):
