@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from dit_pipelining.comm.message_link import Direction, Layout, Message, Receiver, Sender, receive_one
-from dit_pipelining.stream.head import Source, StreamHead, Tick, given_streams, returned_rows
+from dit_pipelining.comm.message_link import Direction, Message, Receiver, Sender, receive_one
+from dit_pipelining.stream.head import Source, StreamHead, Tick, given_streams
+from dit_pipelining.stream.layouts import Layouts
 from dit_pipelining.stream.links import StreamLinks
 from dit_pipelining.stream.micro_step import NOTED, Header, Kind, MicroStep, decode, encode, header_length, noted
 from dit_pipelining.stream.noise import NoiseSource
@@ -288,8 +289,12 @@ class StreamRank:
         return self._senders[-1]
 
     def _receiver(self, direction: Direction) -> Receiver:
-        ways = {id(self.links.back): self._returned, id(self.links.twin): self._rows, id(self.links.flow): self._flows}
-        layouts = ways.get(id(direction), self._announced)
+        layouts = Layouts(self.stage, self.noise)
+        ways = {
+            id(self.links.back): layouts.returned,
+            id(self.links.twin): layouts.rows,
+            id(self.links.flow): layouts.flow,
+        }
         end = float(Kind.END)
         self._receivers.append(
             Receiver(
@@ -302,29 +307,6 @@ class StreamRank:
             )
         )
         return self._receivers[-1]
-
-    def _announced(self, header: torch.Tensor) -> list[Layout]:
-        """What the stage before sends after this header."""
-        known = decode(header)
-        if known.micro_step is not None:
-            return self.stage.received(len(known.micro_step.rows))
-        prompt = self.stage.prompts.example
-        return [(tuple(prompt.shape), prompt.dtype)] if known.kind is Kind.PROMPT else []
-
-    def _rows(self, header: torch.Tensor, dtype: torch.dtype | None = None) -> list[Layout]:
-        """The latents of all rows."""
-        step = decode(header).micro_step
-        return [((len(step.rows), *self.noise.shape[1:]), dtype or self.noise.dtype)] if step is not None else []
-
-    def _flows(self, header: torch.Tensor) -> list[Layout]:
-        """What the twin predicts for all rows."""
-        return self._rows(header, self.stage.dtype)
-
-    def _returned(self, header: torch.Tensor) -> list[Layout]:
-        """What the last stage sends back after this header."""
-        step = decode(header).micro_step
-        count = len(returned_rows(step, self.stage.spec)) if step is not None else 0
-        return [((count, *self.noise.shape[1:]), self.noise.dtype)] if count else []
 
 
 def _until_the_end(receiver: Receiver) -> None:

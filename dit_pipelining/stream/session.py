@@ -244,11 +244,16 @@ class VideoStream:
         backend = "gloo" if self.rolling.transport == "host" else "nccl"
         pipelines = [mesh.ranks_of(replica) for replica in range(mesh.replicas)]
         links = make_stream_links(pipelines, timedelta(seconds=seconds), backend, self.device)
-        guidance = (
-            {} if mesh.replicas == 1 else {"is_twin": mesh.replica == 1, "guidance_scale": self.spec.guidance_scale}
-        )
         return StreamRank(
-            self.stages[0], self.stage_index, num_stages, links, self.noise, seconds, rebalancing, **guidance
+            self.stages[0],
+            self.stage_index,
+            num_stages,
+            links,
+            self.noise,
+            seconds,
+            rebalancing,
+            is_twin=mesh.replica == 1,
+            guidance_scale=self.spec.guidance_scale,
         )
 
     def _split(self, text: torch.Tensor) -> SplitModel:
