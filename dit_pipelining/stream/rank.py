@@ -301,7 +301,7 @@ class StreamRank:
                 direction,
                 self.stage.device,
                 self._length,
-                layouts,
+                ways.get(id(direction), layouts.hop),
                 lambda header: float(header[0]) == end,
                 self.seconds,
             )
