@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from dit_pipelining.comm.message_link import Direction, Message, Receiver, Sender, receive_one
-from dit_pipelining.stream.head import Source, StreamHead, Tick, given_streams
-from dit_pipelining.stream.layouts import Layouts
+from dit_pipelining.comm.message_link import Direction, Message, Receiver, Sender
+from dit_pipelining.stream.ends import Ends, until_the_end
+from dit_pipelining.stream.head import Source, StreamHead, Tick
 from dit_pipelining.stream.links import StreamLinks
 from dit_pipelining.stream.micro_step import NOTED, Header, Kind, MicroStep, decode, encode, header_length, noted
 from dit_pipelining.stream.noise import NoiseSource
@@ -76,8 +76,7 @@ class StreamRank:
         self.guidance_scale = guidance_scale
         self.noted = torch.zeros(num_stages, NOTED, dtype=torch.float64)
         self._length = header_length(stage.spec, num_stages)
-        self._senders: list[Sender] = []
-        self._receivers: list[Receiver] = []
+        self._ends = Ends(links, stage, noise, self._length, seconds)
         self._flow: Receiver | None = None
 
     def run(self, sources: Sequence[Source]) -> Iterator[FinishedChunk]:
@@ -90,21 +89,17 @@ class StreamRank:
             on the last rank finished chunks, as soon as they are; on the others nothing.
         """
         yield from self._lead(sources) if self.index == 0 and not self.is_twin else self._follow()
-        for sender in self._senders:
-            sender.close()
-        for receiver in self._receivers:
-            receiver.close()
-        self._senders, self._receivers = [], []
+        self._ends.close()
 
     # ---- the first rank -------------------------------------------------------------------------------------------------
 
     def _lead(self, sources: Sequence[Source]) -> Iterator[FinishedChunk]:
         links = self.links
         head = StreamHead(self.stage.spec, self.num_stages, self.noise, sources)
-        onward = self._sender(links.hops[0]) if links.hops else None
-        fresh = self._sender(links.fresh) if links.fresh is not None else None
-        back = self._receiver(links.back) if links.back is not None else None
-        twin = self._sender(links.twin) if links.twin is not None else None
+        onward = self._ends.sender(links.hops[0]) if links.hops else None
+        fresh = self._ends.sender(links.fresh) if links.fresh is not None else None
+        back = self._ends.receiver(links.back) if links.back is not None else None
+        twin = self._ends.sender(links.twin) if links.twin is not None else None
         tail = self._tail() if onward is None else None
         followers = [sender for sender in (onward, twin) if sender is not None]
         spoken = time.monotonic()
@@ -114,7 +109,7 @@ class StreamRank:
                 time.sleep(IDLE_SECONDS)
                 if time.monotonic() - spoken > self.seconds / SIGNS_PER_TIMEOUT:
                     for follower in followers:
-                        follower.send(self._header(Kind.IDLE))
+                        follower.send(self._ends.header(Kind.IDLE))
                     spoken = time.monotonic()
                 continue
             spoken = time.monotonic()
@@ -138,9 +133,9 @@ class StreamRank:
             elif onward is not None:
                 onward.send(header, outputs)
         for follower in followers:
-            follower.send(self._header(Kind.END))
+            follower.send(self._ends.header(Kind.END))
         if back is not None:
-            _until_the_end(back)
+            until_the_end(back)
         if tail is not None:
             self._end_of_flow()
 
@@ -171,8 +166,8 @@ class StreamRank:
 
     def _follow(self) -> Iterator[FinishedChunk]:
         is_last = self.index == self.num_stages - 1
-        incoming = self._receiver(self._upstream())
-        onward = self._sender(self._downstream())
+        incoming = self._ends.receiver(self._upstream())
+        onward = self._ends.sender(self._downstream())
         tail = self._tail() if is_last and not self.is_twin else None
         kind = Kind.IDLE
         while kind is not Kind.END:
@@ -184,7 +179,7 @@ class StreamRank:
                     self._note(message.header)
                     outputs = self._execute(header.micro_step, message)
                     if tail is not None:
-                        fresh = self._fresh(header.micro_step)
+                        fresh = self._ends.fresh(header.micro_step)
                         finished, going_on = self._finish(tail, header.micro_step, outputs, fresh)
                         if going_on is not None or self.rebalancing is not None:
                             onward.send(message.header, [] if going_on is None else [going_on])
@@ -226,7 +221,7 @@ class StreamRank:
     # ---- the last rank --------------------------------------------------------------------------------------------------
 
     def _tail(self) -> StreamTail:
-        self._flow = self._receiver(self.links.flow) if self.links.flow is not None else None
+        self._flow = self._ends.receiver(self.links.flow) if self.links.flow is not None else None
         return StreamTail(self.stage.spec, self.noise, self.guidance_scale)
 
     def _finish(
@@ -246,17 +241,7 @@ class StreamRank:
 
     def _end_of_flow(self) -> None:
         if self._flow is not None:
-            _until_the_end(self._flow)
-
-    def _fresh(self, step: MicroStep) -> list[tuple[int, torch.Tensor]]:
-        """What sources gave for first passes in this step, by stream."""
-        streams = given_streams(step)
-        if not streams:
-            return []
-        assert self.links.fresh is not None
-        layout = ((len(streams), *self.noise.shape[1:]), self.noise.dtype)
-        (latents,) = receive_one(self.links.fresh, self._length, [layout], self.stage.device)
-        return list(zip(streams, latents.split(1), strict=True))
+            until_the_end(self._flow)
 
     # ---- moving blocks -----------------------------------------------------------------------------------------------
 
@@ -278,42 +263,6 @@ class StreamRank:
         self.noted = noted(header, self.num_stages)
         self.noted[self.index, 0] = self.stage.load()
         self.noted[self.index, 1] = 0.0 if self.rebalancing is None else self.rebalancing.seconds_per_tick() or 0.0
-
-    # ---- messages -------------------------------------------------------------------------------------------------------
-
-    def _header(self, kind: Kind) -> torch.Tensor:
-        return encode(Header(kind), self._length)
-
-    def _sender(self, direction: Direction) -> Sender:
-        self._senders.append(Sender(direction, self.stage.device))
-        return self._senders[-1]
-
-    def _receiver(self, direction: Direction) -> Receiver:
-        layouts = Layouts(self.stage, self.noise)
-        ways = {
-            id(self.links.back): layouts.returned,
-            id(self.links.twin): layouts.rows,
-            id(self.links.flow): layouts.flow,
-        }
-        end = float(Kind.END)
-        self._receivers.append(
-            Receiver(
-                direction,
-                self.stage.device,
-                self._length,
-                ways.get(id(direction), layouts.hop),
-                lambda header: float(header[0]) == end,
-                self.seconds,
-            )
-        )
-        return self._receivers[-1]
-
-
-def _until_the_end(receiver: Receiver) -> None:
-    kind = Kind.IDLE
-    while kind is not Kind.END:
-        with receiver.next() as message:
-            kind = decode(message.header).kind
 
 
 def _own(outputs: Sequence[torch.Tensor], message: Message) -> list[torch.Tensor]:
