@@ -29,7 +29,7 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from random_models import random_transformer
 from reporting import show, write
 
-from dit_pipelining.api import StreamSpec, split_model
+from dit_pipelining.api import SplitModel, StreamSpec, split_model
 from dit_pipelining.planning.presets import preset
 from dit_pipelining.stream.batch_scheduler import StreamBatchScheduler
 from dit_pipelining.stream.executor import run_in_one_process
@@ -45,6 +45,7 @@ from dit_pipelining.stream.vae import StreamVAE
 
 LEVELS = (1.0, 0.9375, 0.8333, 0.625)
 FRAMES_PER_LATENT = 4
+WINDOW = 6
 WAIT_SECONDS = 120.0
 
 # Frames per second with 1, 2, 3 and 4 levels on one H100, and on several, as the authors report them.
@@ -64,7 +65,7 @@ def main() -> None:
     flags.add_argument("--gpu", action="store_true")
     flags.add_argument("--stages", type=int, nargs="+", default=[2, 4])
     flags.add_argument("--stage-ms", type=float, default=60.0, help="how long a stage sleeps")
-    flags.add_argument("--chunks", type=int, default=40, help="that are timed")
+    flags.add_argument("--chunks", type=int, default=10, help="that are timed")
     flags.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["1.3b", "14b"])
     flags.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=["480p", "512x512"])
     flags.add_argument("--compile", action="store_true", help="also with torch.compile on the blocks")
@@ -72,6 +73,8 @@ def main() -> None:
     args = flags.parse_args()
     if not args.sleep and not args.gpu:
         flags.error("give --sleep or --gpu")
+    if args.gpu and not torch.cuda.is_available():
+        flags.error("--gpu needs a GPU; --sleep runs anywhere")
     results: dict[str, Any] = {}
     if args.sleep:
         results["sleep"] = [sleeping(count, args.stage_ms / 1e3, args.chunks) for count in args.stages]
@@ -142,7 +145,8 @@ def _sleep_rank(rank: int, num_stages: int, seconds: float, chunks: int, port: i
         rope_max_seq_len=32,
     ).eval()
     spec = StreamSpec(levels=LEVELS)
-    stage = _stages(model, spec, SMALL, torch.zeros(1, 8, 12), num_stages, SleepingStage)[rank]
+    text = torch.zeros(1, 8, 12)
+    stage = _stages(_split(model, SMALL, text, num_stages), spec, SMALL, text, SleepingStage)[rank]
     stage.seconds_to_sleep = seconds
     links = make_stream_links([range(num_stages)], timeout, "gloo", torch.device("cpu"))
     noise = NoiseSource(0, SMALL, torch.float32, torch.device("cpu"))
@@ -180,9 +184,12 @@ def on_gpu(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 module.to(memory_format=torch.channels_last)
         for name in args.models:
             model = random_transformer(preset(MODELS[name]), device).eval()
-            for size in args.sizes:
-                if (name, size) in PUBLISHED:
-                    for compiled in (False, True) if args.compile else (False,):
+            for compiled in (False, True) if args.compile else (False,):
+                if compiled:
+                    for block in model.blocks:
+                        block.compile()
+                for size in args.sizes:
+                    if (name, size) in PUBLISHED:
                         yield measured(model, vae, name, size, compiled, args.chunks)
             del model
             torch.cuda.empty_cache()
@@ -192,16 +199,14 @@ def measured(model: Any, vae: AutoencoderKLWan, name: str, size: str, compiled: 
     """All numbers of levels for one model and size."""
     height, width = SIZES[size]
     shape = (1, 16, 1, height // 8, width // 8)
-    if compiled:
-        for block in model.blocks:
-            block.compile()
     device = model.device
     text = torch.randn(1, 512, 4096, device=device, dtype=model.dtype)
+    split = _split(model, shape, text, 1)
     found: dict[str, Any] = {"model": name, "size": size, "compiled": compiled, "levels": []}
     samples: list[tuple[int, float]] = []
     for count in range(1, len(LEVELS) + 1):
-        spec = StreamSpec(levels=LEVELS[:count], window=6, sinks=0)
-        (stage,) = _stages(model, spec, shape, text, 1, StreamStage)
+        spec = StreamSpec(levels=LEVELS[:count], window=WINDOW)
+        (stage,) = _stages(split, spec, shape, text, StreamStage)
         _timed(stage, None, count + 4)  # kernels, and keys and values up to the window
         alone = _timed(stage, None, chunks)
         samples += stage.seconds()
@@ -238,9 +243,9 @@ def _timed(stage: StreamStage, vae: StreamVAE | None, chunks: int, frames: torch
 
     With a VAE every chunk is decoded; with frames these are encoded and changed, else chunks are made of noise.
     """
-    levels = stage.spec.num_levels
+    levels, filling = stage.spec.num_levels, stage.spec.num_levels + WINDOW
     noise = NoiseSource(0, stage.shape, torch.float32, stage.device)
-    count = chunks + 2 * levels
+    count = chunks + filling + levels
     inputs = [StreamInput()] * count if vae is None or frames is None else _encoded(vae, frames, count)
     torch.cuda.synchronize()
     began = torch.cuda.Event(enable_timing=True)
@@ -253,10 +258,10 @@ def _timed(stage: StreamStage, vae: StreamVAE | None, chunks: int, frames: torch
         events[-1].record()
     torch.cuda.synchronize()
     times = [began.elapsed_time(event) / 1e3 for event in events]
-    steady = times[levels : len(times) - levels]
+    steady = times[filling : len(times) - levels]
     rate = (len(steady) - 1) / (steady[-1] - steady[0])
     # A chunk starts when the tick of the chunk `levels` before it ends.
-    latency = statistics.median(times[k] - times[k - levels] for k in range(levels, len(times) - levels))
+    latency = statistics.median(times[k] - times[k - levels] for k in range(filling, len(times) - levels))
     return Run(FRAMES_PER_LATENT * rate, times[0], latency)
 
 
@@ -284,7 +289,7 @@ def predicted(cost: StageCost, decode: float) -> dict[str, Any]:
     found = {}
     for gpus in (2, 4):
         for count in (1, 4):
-            spec = StreamSpec(levels=LEVELS[:count], window=6)
+            spec = StreamSpec(levels=LEVELS[:count], window=WINDOW)
             share = replace(cost, fixed=cost.fixed / gpus, per_row=cost.per_row / gpus)
             inline = [share] * (gpus - 1) + [replace(share, per_finish=decode)]
             # As the balancer does it: the rank of the VAE takes fewer blocks, so that all take equally long.
@@ -329,19 +334,20 @@ def report(found: list[dict[str, Any]]) -> None:
     print("published for several GPUs: " + ", ".join(f"{gpus}: {fps} fps" for gpus, fps in PUBLISHED_SEVERAL.items()))
 
 
-def _stages(
-    model: Any, spec: StreamSpec, shape: tuple[int, ...], text: torch.Tensor, num_stages: int, cls: Any
-) -> list[Any]:
+def _split(model: Any, shape: tuple[int, ...], text: torch.Tensor, num_stages: int) -> SplitModel:
     example = dict(
         hidden_states=torch.zeros(shape, device=model.device, dtype=model.dtype),
         timestep=torch.zeros(1, device=model.device),
         encoder_hidden_states=text,
         return_dict=False,
     )
-    split = split_model(model, num_stages, example, partitioner="uniform")
-    prompts = Prompts([text], in_flight=spec.passes * num_stages)
+    return split_model(model, num_stages, example, partitioner="uniform")
+
+
+def _stages(split: SplitModel, spec: StreamSpec, shape: tuple[int, ...], text: torch.Tensor, cls: Any) -> list[Any]:
+    prompts = Prompts([text], in_flight=spec.passes * split.num_stages)
     caches = DistributedKVCache(spec)
-    return [cls(split, index, spec, shape, prompts, caches, model.device) for index in range(num_stages)]
+    return [cls(split, index, spec, shape, prompts, caches, text.device) for index in range(split.num_stages)]
 
 
 if __name__ == "__main__":
