@@ -53,7 +53,10 @@ def main() -> None:
     parts = {"transformer": WanTransformer3DModel.from_pretrained(args.transformer)} if args.transformer else {}
     # The first rank encodes a video, the last one decodes the result.
     more = {} if args.video is None and args.camera is None else {"component_ranks": {"vae": "all"}}
-    pipeline = load_with(args, parallel_config(args, more), **parts)
+    config = parallel_config(args, more)
+    if config.cfg_parallel_size > 1 and config.component_ranks is None:  # the frames come from the first pipeline
+        config = replace(config, component_ranks={"vae": config.pipeline_parallel_size - 1})
+    pipeline = load_with(args, config, **parts)
     stream = open_stream(pipeline, spec, **sizes(args))
     if goals.target_fps is not None or goals.max_ttff_ms is not None:
         first = None if goals.max_ttff_ms is None else goals.max_ttff_ms / 1e3

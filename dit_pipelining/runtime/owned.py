@@ -37,6 +37,12 @@ def is_owned(module: Any) -> bool:
     return OWNED in getattr(module, "__dict__", {})
 
 
+def owner_of(module: Any) -> int | None:
+    """The rank that calls of this module run on; None: each rank runs its own."""
+    component: OwnedComponent | None = getattr(module, "__dict__", {}).get(OWNED)
+    return None if component is None else component.links.owner
+
+
 @contextmanager
 def on_this_rank(modules: Iterable[Any]) -> Iterator[None]:
     """Run calls of these modules here and tell no other rank, for code that other ranks do not run.

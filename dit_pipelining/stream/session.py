@@ -14,7 +14,7 @@ from dit_pipelining.capture.signature import bind
 from dit_pipelining.errors import ConfigError, InputError
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.runtime.attach import EXECUTOR, rolling_of
-from dit_pipelining.runtime.owned import on_this_rank
+from dit_pipelining.runtime.owned import on_this_rank, owner_of
 from dit_pipelining.stream.executor import run_in_one_process
 from dit_pipelining.stream.head import Pending, Source, StreamInput, endless
 from dit_pipelining.stream.kv_cache import DistributedKVCache
@@ -237,6 +237,12 @@ class VideoStream:
             raise ConfigError(
                 f"cfg_parallel_size={mesh.replicas}: a stream takes one pipeline per branch of guidance, and with "
                 f"guidance_scale={self.spec.guidance_scale:g} there are {self.spec.branches}."
+            )
+        output, owner = mesh.ranks_of(0)[-1], owner_of(self.pipeline.vae)
+        if owner not in (None, output):
+            raise ConfigError(
+                f"the VAE lives on rank {owner}, but a stream's frames are decoded on rank {output}, that of the last stage; use "
+                f"ParallelConfig(component_ranks={{'vae': {output}}})."
             )
         executor = self.pipeline.transformer.__dict__[EXECUTOR]
         seconds = executor.config.timeout_seconds

@@ -1,5 +1,6 @@
 """A pipeline as a stream: the frames are those that the whole clip's decode gives, over ranks too."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ from dit_pipelining.stream.session import VideoStream
 from dit_pipelining.stream.spec import StreamSpec
 from partitioners import Partition
 from tests import checkpoints
-from tests.distributed import RankPool
+from tests.distributed import RankPool, RanksFailedError
 
 SIZE = dict(height=64, width=64, max_sequence_length=16)
 SPEC = StreamSpec(levels=(1.0, 0.6), frames_per_chunk=1, window=2, sinks=1)
@@ -60,6 +61,24 @@ def test_a_changed_video_over_ranks_is_that_of_one_process(ranks: RankPool, wan:
     frames, latencies = ranks.run(2, streamed, wan, 2)[-1]
     assert all(torch.equal(one, other) for one, other in zip(frames, alone, strict=True))
     assert all(0 < latency < 60 for latency in latencies)
+
+
+def guided(folder: Path, stages: int, replicas: int, vae: int | None) -> list[torch.Tensor]:
+    places = {} if vae is None else {"component_ranks": {"vae": vae}}
+    config = ParallelConfig(pipeline_parallel_size=stages, cfg_parallel_size=replicas, timeout_seconds=60, **places)
+    pipeline = load_pipeline(folder, config)
+    spec = replace(SPEC, guidance_scale=3.0)
+    stream = open_stream(pipeline, spec, prompt="a red cat", negative_prompt="the moon", batched=False, **SIZE)
+    return [chunk.frames for chunk in stream.run(noise(3))]
+
+
+def test_a_pipeline_for_each_branch_of_guidance_gives_the_frames_of_one_process(ranks: RankPool, wan: Path) -> None:
+    alone = guided(wan, 1, 1, None)
+    frames, nothing = ranks.run(2, guided, wan, 1, 2, 0)
+    assert nothing == []
+    assert all(torch.equal(one, other) for one, other in zip(frames, alone, strict=True))
+    with pytest.raises(RanksFailedError, match="the VAE lives on rank 1, but a stream's frames are decoded on rank 0"):
+        ranks.run(2, guided, wan, 1, 2, None)
 
 
 def moved(folder: Path) -> tuple[list[torch.Tensor], list[int], list[int], int]:
