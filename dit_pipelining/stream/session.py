@@ -241,7 +241,7 @@ class VideoStream:
         output, owner = mesh.ranks_of(0)[-1], owner_of(self.pipeline.vae)
         if owner not in (None, output):
             raise ConfigError(
-                f"the VAE lives on rank {owner}, but a stream's frames are decoded on rank {output}, that of the last stage; use "
+                f"the VAE lives on rank {owner}, but a stream's frames are decoded on rank {output}, the last stage's; use "
                 f"ParallelConfig(component_ranks={{'vae': {output}}})."
             )
         executor = self.pipeline.transformer.__dict__[EXECUTOR]
