@@ -24,6 +24,8 @@ from tests.distributed import RankPool, RanksFailedError
 SIZE = dict(height=64, width=64, max_sequence_length=16)
 SPEC = StreamSpec(levels=(1.0, 0.6), frames_per_chunk=1, window=2, sinks=1)
 CHUNKS = 5
+STREAMING: dict[str, Any] = dict(timeout_seconds=60, component_ranks={"vae": "all"})
+"""The first rank encodes the video, the last one decodes it."""
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +47,7 @@ def changed(stream: VideoStream) -> Source:
 
 
 def streamed(folder: Path, stages: int) -> tuple[list[torch.Tensor], list[float]]:
-    # The first rank encodes the video, the last one decodes.
-    config = ParallelConfig(pipeline_parallel_size=stages, timeout_seconds=60, component_ranks={"vae": "all"})
-    pipeline = load_pipeline(folder, config)
+    pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=stages, **STREAMING))
     stream = open_stream(pipeline, SPEC, prompt="a red cat", batched=False, **SIZE)
     chunks = list(stream.run([changed(stream)]))
     assert [chunk.index for chunk in chunks] == (list(range(CHUNKS)) if stream.is_output else [])
@@ -83,7 +83,7 @@ def test_a_pipeline_for_each_branch_of_guidance_gives_the_frames_of_one_process(
 
 def moved(folder: Path) -> tuple[list[torch.Tensor], list[int], list[int], int]:
     """Moves a block to another rank in mid-stream; also returns blocks per stage before and after, and calls of blocks."""
-    pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=2, rebalance=True, timeout_seconds=60))
+    pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=2, rebalance=True, **STREAMING))
     stream = open_stream(pipeline, SPEC, prompt="a red cat", batched=False, **SIZE)
     before = list(stream.split.partition.counts)
     asked: list[Any] = []
