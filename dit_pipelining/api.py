@@ -10,6 +10,7 @@ from torch import nn
 
 from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.capture.graph import CaptureCache
+from dit_pipelining.capture.hooks import refuse_hooks
 from dit_pipelining.capture.signature import bind
 from dit_pipelining.comm.launch import Launch, launched_rank
 from dit_pipelining.comm.processes import launch
@@ -21,7 +22,7 @@ from dit_pipelining.costs.plan import plan_cut
 from dit_pipelining.costs.timing import TimingChoice
 from dit_pipelining.errors import ConfigError, InputError, NotATransformerError
 from dit_pipelining.lowering.split import SplitModel
-from dit_pipelining.runtime.attach import rolling_of
+from dit_pipelining.runtime.attach import adopt, rolling_of
 from dit_pipelining.runtime.executor import check_counts
 from dit_pipelining.runtime.parallel import from_checkpoint, from_memory, spread
 from dit_pipelining.runtime.requests import OnOutput, run_requests
@@ -107,6 +108,7 @@ def split_model(
     """
     refuse_other_models(model)
     find_blocks(model, blocks)
+    refuse_hooks(model)
     check_positive("num_stages", num_stages)
     check_partitioner(partitioner)
     early_counts_check(counts, num_stages)
@@ -115,7 +117,7 @@ def split_model(
             f"example_inputs is a {type(example_inputs).__name__}; give the keyword arguments of one call as a dict."
         )
     target = machine(num_stages, ranks, profile, topology)
-    captures = CaptureCache(model, blocks, count_work=True)
+    captures = CaptureCache(model, blocks, model.forward, count_work=True)
     graph = captures.get(bind(model.forward, (), example_inputs))
     cut = plan_cut(graph, model, target, partitioner, counts, components)
     return SplitModel(model, captures, graph, cut.partition, cut=cut)
@@ -221,8 +223,9 @@ def parallelize(pipeline: Any, config: ParallelConfig) -> Any:
     encoders and VAEs it keeps those that it runs for all.
 
     Args:
-        pipeline: a diffusers pipeline, the same on every rank; it is changed in place.
-        config: how many stages, and how to cut.
+        pipeline: a diffusers pipeline, the same on every rank; it is changed in place. One that shares its transformers with
+            a split pipeline, such as `FluxImg2ImgPipeline(**pipe.components)`, takes over its stages.
+        config: how many stages, and how to cut; for a pipeline that shares its transformers, the same as there.
 
     Returns:
         the pipeline, on this rank's device.
@@ -234,6 +237,8 @@ def parallelize(pipeline: Any, config: ParallelConfig) -> Any:
         if config.world_size == 1:
             return pipeline.to(launch.join())
         models = transformers_of(pipeline)
+        if adopt(pipeline, models, config):
+            return pipeline
         _check_splits(config, models)
         owners = _owners(config, components_in_memory(pipeline.components))
         device = launch.join()
@@ -249,6 +254,8 @@ def _owners(config: ParallelConfig, components: Mapping[str, ComponentSize]) -> 
 
 def _check_splits(config: ParallelConfig, models: Mapping[str, nn.Module]) -> None:
     config.check_components(models)
+    for model in models.values():
+        refuse_hooks(model)
     target = machine(config.pipeline_parallel_size, config.ranks, config.profile, config.topology)
     given = [check_counts(config, name, model) for name, model in models.items()]
     if target.has_limits and not any(given):

@@ -14,6 +14,7 @@ from dit_pipelining.capture import replay
 from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.capture.chain import main_chain
 from dit_pipelining.capture.code import compile_nodes
+from dit_pipelining.capture.hooks import refuse_hooks
 from dit_pipelining.capture.kept import KeptFunction
 from dit_pipelining.capture.signature import (
     CallInputs,
@@ -25,7 +26,7 @@ from dit_pipelining.capture.signature import (
 from dit_pipelining.capture.state import GlueState
 from dit_pipelining.capture.trace import Tracer, trace
 from dit_pipelining.capture.values import CHANGES_EACH_STEP, Questions
-from dit_pipelining.errors import BlocksNotFoundError, CaptureError
+from dit_pipelining.errors import BlocksNotFoundError
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,9 +184,10 @@ def capture(
     Raises:
         BlocksNotFoundError: the model has no block list, or the forward calls none of the blocks.
         CaptureError: the glue cannot be recorded; names the line of the model.
+        ConfigError: the model has hooks (caches, casting, offloading).
     """
     names = find_blocks(model, blocks)
-    _refuse_hooks(model)
+    refuse_hooks(model)
     inputs = flatten_inputs(kwargs)
     forward = forward or model.forward
     main_input = first_argument(forward)
@@ -249,6 +251,11 @@ class CaptureCache:
             known.append(graph)
             return graph
 
+    def of_copy(self, model: nn.Module) -> "CaptureCache":
+        """The same graphs for a copy of the model."""
+        graphs = {key: list(known) for key, known in self.graphs.items()}
+        return CaptureCache(model, self.blocks, model.forward, self.count_work, self.before_capture, graphs)
+
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes and everything they are computed from."""
@@ -288,22 +295,6 @@ def _nodes_in(item: Any) -> Iterator[fx.Node]:
     elif isinstance(item, dict):
         for part in item.values():
             yield from _nodes_in(part)
-
-
-def _refuse_hooks(model: nn.Module) -> None:
-    """Refuse hooks that keep state from call to call or move weights: they would act on tensors without data.
-
-    Raises:
-        CaptureError: names the first hook and its module.
-    """
-    for name, module in model.named_modules():
-        hooks = list(getattr(getattr(module, "_diffusers_hook", None), "hooks", ()))
-        hooks += ["accelerate's offload or device_map"] if hasattr(module, "_hf_hook") else []
-        if hooks:
-            raise CaptureError(
-                f"{type(model).__name__} has the hook {hooks[0]!r} on {name or 'itself'}: caches (enable_cache), layerwise "
-                "casting and offloading cannot be recorded. Take it off (disable_cache()) before the model is split."
-            )
 
 
 def _questions(tracer: Tracer) -> tuple[Questions, ...]:

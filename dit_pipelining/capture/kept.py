@@ -21,9 +21,9 @@ class KeptFunction:
     """A function of some of a call's tensors and of weights, computed again only when one of them has changed.
 
     A denoising loop passes the same prompt embeddings, masks and position ids at every step. A result is kept under the
-    identity of the input tensors, the versions of inputs and weights, and the state of LoRA layers, and goes when one of
-    the inputs dies. Tensors whose writes torch does not count (made in inference mode), and calls that record gradients,
-    are never kept.
+    identity of the input tensors, the versions of inputs and weights, and the state of LoRA and attention layers, and goes
+    when one of the inputs dies. Tensors whose writes torch does not count (made in inference mode), and calls that record
+    gradients, are never kept.
 
     Attributes:
         inputs: paths of the inputs; none for results made of shapes and buffers alone.
@@ -43,7 +43,7 @@ class KeptFunction:
             return self.function(root, *inputs)
         key = tuple(id(tensor) for tensor in inputs)
         places = tuple(tensor.data_ptr() for tensor in weights)  # changed by `parameter.data = ...` alone
-        state = (versions, places, adapter_state(root, self.weights))
+        state = (versions, places, module_state(part for name in self.weights for part in parts_at(root, name)))
         known = self._kept.get(key)
         if known is None or known.state != state or not known.is_of(inputs, weights):
             known = self._kept[key] = self._entry(key, state, inputs, weights, self.function(root, *inputs))
@@ -88,10 +88,37 @@ class _Entry:
         )
 
 
-def adapter_state(root: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
-    """Scales and switches of the LoRA layers below these names: they change a result without a write into a tensor."""
-    layers = [vars(part) for name in names for part in parts_at(root, name) if "scaling" in vars(part)]
-    return tuple(repr(attributes.get(name)) for attributes in layers for name in ADAPTER_ATTRIBUTES)
+def module_state(parts: Iterable[nn.Module]) -> tuple[str, ...]:
+    """What changes the results of these modules without a write into a tensor.
+
+    That is scales and switches of LoRA layers, and the attention backend: a layer's own, or the one of diffusers' context.
+    """
+    state = []
+    for part in parts:
+        attributes = vars(part)
+        if "scaling" in attributes:
+            state += [repr(attributes.get(name)) for name in ADAPTER_ATTRIBUTES]
+        if (processor := attention_processor(part)) is not None:
+            state.append(f"{processor._attention_backend} {active_backend()}")
+    return tuple(state)
+
+
+def has_state(part: nn.Module) -> bool:
+    """Whether `module_state` has something to say about the module."""
+    return "scaling" in vars(part) or attention_processor(part) is not None
+
+
+def attention_processor(part: nn.Module) -> Any:
+    """A diffusers attention layer's processor, which names its backend; None for other modules."""
+    processor = vars(part).get("processor") or part._modules.get("processor")
+    return processor if hasattr(processor, "_attention_backend") else None
+
+
+def active_backend() -> str:
+    """The attention backend of layers that name none."""
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
+    return str(_AttentionBackendRegistry.get_active_backend()[0])
 
 
 def parts_at(root: nn.Module, name: str) -> Iterable[nn.Module]:

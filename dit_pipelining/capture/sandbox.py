@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dit_pipelining.torch_internals import is_fake
+
 CAPTURE_LOCK = threading.RLock()
 """One capture at a time in a process: it exchanges parameters and the way modules are called."""
 
@@ -22,12 +24,14 @@ def exchanged_tensors(
     """Exchange every parameter and buffer for `replacement(tensor)`; yields the names of the replacements by id.
 
     Tied tensors stay tied. Everything the forward writes on modules meanwhile (cached tables, moved tensors, buffers) is
-    undone afterwards, and function caches of the model's code are emptied, since they would hold tensors without data.
+    undone afterwards, and function caches of the model's code are emptied, since they would hold tensors without data; such
+    tensors are taken out of the global tables of its packages.
     """
     modules = dict(model.named_modules())
     made: dict[int, torch.Tensor] = {}
     names: dict[int, str] = {}
     saved = _saved_state(modules.values())
+    tables = [(table, _copy(table)) for table in _global_tables(modules.values())]
     _empty_function_caches(modules.values())
     try:
         for prefix, module in modules.items():
@@ -43,6 +47,8 @@ def exchanged_tensors(
     finally:
         for container, content in saved:
             _restore(container, content)
+        for table, content in tables:
+            _take_out_fakes(table, content)
         _empty_function_caches(modules.values())
 
 
@@ -134,6 +140,37 @@ def _saved_state(modules: Iterable[nn.Module]) -> list[tuple[Any, Any]]:
         elif type(value).__module__.split(".")[0] in packages and isinstance(getattr(value, "__dict__", None), dict):
             pending.append(vars(value))
     return list(saved.values())
+
+
+def _global_tables(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """The global dicts, lists and sets in all files of the packages that the modules' classes are from."""
+    packages = {type(module).__module__.split(".")[0] for module in modules} - {"torch"}
+    for name, file in list(sys.modules.items()):
+        if name.split(".")[0] in packages and isinstance(file, ModuleType):
+            for key, value in list(vars(file).items()):
+                if isinstance(value, dict | list | set) and not key.startswith("__"):
+                    yield value
+
+
+def _take_out_fakes(table: Any, content: Any) -> None:
+    """Undo what put tensors without data into a table. What else came to it, as from an import, stays."""
+    if not isinstance(table, dict):
+        if len(table) != len(content) and any(_holds_fakes(item) for item in table):
+            _restore(table, content)
+        return
+    for key, value in list(table.items()):
+        if content.get(key, table) is not value and _holds_fakes(value):
+            del table[key]
+            if key in content:
+                table[key] = content[key]
+
+
+def _holds_fakes(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return is_fake(value)
+    if isinstance(value, dict):
+        return any(map(_holds_fakes, value.values()))
+    return isinstance(value, list | tuple | set) and any(map(_holds_fakes, value))
 
 
 def _copy(container: Any) -> Any:

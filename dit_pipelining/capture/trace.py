@@ -191,7 +191,8 @@ class Tracer(TorchFunctionMode):
 
     def _fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
-            return tensor  # a quantised weight: only opaque modules touch it
+            # A quantised weight: only opaque modules touch it. One that another rank holds gets memory that looks like it.
+            return tensor if tensor.device.type != "meta" else _without_memory(tensor, self.device)
         device = self.device if tensor.device.type == "meta" or not _is_parameter(tensor) else tensor.device
         return self.fake(tensor, device)
 
@@ -555,6 +556,19 @@ class WritesIntoInputError(Exception):
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self.path = path
+
+
+def _without_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the same class and shape on `device`, of zeros; all its rows are one, whose bytes GGUF's layers group."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: _without_memory(getattr(tensor, name), device) for name in names}
+        made: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
+        return made
+    row = torch.zeros(tensor.shape[-1:], dtype=tensor.dtype, device=device)
+    made = row.expand(tensor.shape).as_subclass(type(tensor))
+    made.__dict__.update(tensor.__dict__)
+    return made
 
 
 def trace(

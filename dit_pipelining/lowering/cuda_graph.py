@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dit_pipelining.capture.code import Function
-from dit_pipelining.capture.kept import adapter_state, parts_at
+from dit_pipelining.capture.kept import has_state, module_state, parts_at
 from dit_pipelining.torch_internals import version
 
 WARM_UPS = 2
@@ -123,14 +123,14 @@ class _Weights:
             owner = root.get_submodule(path)
             for tensors in (owner._parameters, owner._buffers):
                 self._note(tensors, [key] if key in tensors else [])
-        self._adapters = [(root, names)] if any("scaling" in vars(module) for module in modules) else []
-        self._adapter_state = [adapter_state(*own) for own in self._adapters]
+        self._stateful = [module for module in modules if has_state(module)]
+        self._state = module_state(self._stateful)
 
     def unchanged(self) -> bool:
         return (
             all(own is tensors.get(name) and own.data_ptr() == place for tensors, name, own, place in self._places)
             and all(tuple(children.values()) == before for children, before in self._children)
-            and [adapter_state(*own) for own in self._adapters] == self._adapter_state
+            and module_state(self._stateful) == self._state
         )
 
     def _note(self, tensors: Mapping[str, Any], names: Iterable[str]) -> None:

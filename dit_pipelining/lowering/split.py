@@ -1,9 +1,10 @@
 """SplitModel: a model cut into stages, run in one process or handed to torch's pipeline schedules."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
 from dit_pipelining.capture.graph import BlockGraph, CaptureCache
+from dit_pipelining.capture.hooks import refuse_cache
 from dit_pipelining.capture.signature import CallInputs, bind, flatten_inputs
 from dit_pipelining.costs.model_costs import weight_sizes
 from dit_pipelining.costs.plan import CutPlan
@@ -53,6 +55,7 @@ class SplitModel:
         self.cut = cut
         self.graph = graph
         self._captures = captures
+        self._forward = captures.forward or model.forward
         self._running = threading.RLock()
         self._parameter_counts = {name: elements for name, (elements, _) in weight_sizes(model).items()}
         plans = plan_stages(graph, partition, self._parameter_counts)
@@ -92,14 +95,15 @@ class SplitModel:
             InputError: the forward does not take such inputs, or uses weights with them that the stages do not hold.
             CaptureError: the forward cannot be recorded with these inputs.
         """
-        kwargs = bind(self.model.forward, (), kwargs)
+        refuse_cache(self.model)
+        kwargs = bind(self._forward, (), kwargs)
         inputs = flatten_inputs(kwargs)
         graph = self._captures.get(kwargs, inputs)
         if not self.stages[0].has_program(graph):
             partition = self._partition_of(graph)
             held = [stage.held_weights for stage in self.stages]
             plans = plan_stages(graph, partition, self._parameter_counts, held)
-            _check_held(plans, held)
+            _check_held(plans, held, self._parameter_counts)
             for stage in reversed(self.stages):  # the first stage last: it says whether all have theirs
                 stage.add_program(build_program(graph, plans, stage.stage_index))
         return graph, inputs
@@ -130,14 +134,38 @@ class SplitModel:
         return SplitModel(self.model, self._captures, self.graph, partition, prepare, cut)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run all stages in this process; takes and returns what the model's forward does."""
+        """Run all stages in this process; takes and returns what the model's forward does, and runs the model's hooks."""
         with self._running:  # a capture exchanges the model's weights; no other thread may run it meanwhile
-            graph, inputs = self.resolve(bind(self.model.forward, args, kwargs))
-            leaves = inputs.leaves
-            tensors: Sequence[torch.Tensor] = ()
-            for stage in self.stages:
-                tensors = stage.run(graph, tensors, leaves)
-            return graph.rebuild_output(tensors, inputs)
+            if not (self.model._forward_pre_hooks or self.model._forward_hooks):
+                return self._run(*args, **kwargs)
+            attributes = self.model.__dict__
+            own = attributes.get("forward")
+            attributes["forward"] = self._run
+            try:
+                return self.model(*args, **kwargs)
+            finally:
+                del attributes["forward"]
+                if own is not None:
+                    attributes["forward"] = own
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        graph, inputs = self.resolve(bind(self._forward, args, kwargs))
+        leaves = inputs.leaves
+        tensors: Sequence[torch.Tensor] = ()
+        for stage in self.stages:
+            tensors = stage.run(graph, tensors, leaves)
+        return graph.rebuild_output(tensors, inputs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SplitModel":
+        """A copy of the model, cut alike; what was captured is shared."""
+        model = deepcopy(self.model, memo)
+        return SplitModel(model, self._captures.of_copy(model), self.graph, self.partition, cut=self.cut)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ConfigError(
+            f"a split {type(self.model).__name__} cannot be pickled: its stages run compiled parts of the forward. Pickle "
+            "`split.model`, or save it with save_pretrained, and split it again; copy.deepcopy copies a split."
+        )
 
     def kwargs_chunk_spec(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """How torch's schedules have to cut a batched call's inputs: `ScheduleGPipe(..., kwargs_chunk_spec=...)`.
@@ -195,9 +223,14 @@ def unused_tensors(model: nn.Module, graph: BlockGraph, blocks: Sequence[str]) -
     return frozenset(name for name in model.state_dict() if name not in used and not name.startswith(within))
 
 
-def _check_held(plans: Sequence[StagePlan], held: Sequence[frozenset[str]]) -> None:
+def _check_held(plans: Sequence[StagePlan], held: Sequence[frozenset[str]], known: Container[str]) -> None:
+    """Check that stages have the weights they need. What came to the model after the split is in it on every rank."""
     for plan, weights in zip(plans, held, strict=True):
-        missing = [n for n in plan.weights if n not in weights and not any(n.startswith(f"{w}.") for w in weights)]
+        missing = [
+            name
+            for name in plan.weights
+            if name in known and name not in weights and not any(name.startswith(f"{own}.") for own in weights)
+        ]
         if missing:
             raise InputError(
                 f"with these inputs stage {plan.index} needs {', '.join(sorted(missing))}, which it does not hold, since "

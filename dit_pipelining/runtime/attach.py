@@ -1,7 +1,7 @@
 """Make a transformer run on all ranks while it stays the same object for the pipeline that calls it."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -9,11 +9,13 @@ from diffusers.image_processor import InpaintProcessor, VaeImageProcessor
 from torch import nn
 
 from dit_pipelining.capture.signature import bind
+from dit_pipelining.config import ParallelConfig
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.runtime.agreement import given_arguments
 from dit_pipelining.runtime.executor import TransformerExecutor
-from dit_pipelining.runtime.owned import REFUSED, refusal
+from dit_pipelining.runtime.members import members
+from dit_pipelining.runtime.owned import REFUSED, is_owned, refusal
 from dit_pipelining.runtime.pending import resolved
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.runtime.withheld import hand_through, refuse_withheld, without_data
@@ -35,8 +37,16 @@ def attach(model: nn.Module, executor: TransformerExecutor) -> None:
         raise ConfigError(
             f"this {type(model).__name__} is split over ranks already; load the pipeline again to change it."
         )
-    model.__dict__[EXECUTOR] = executor
     cls: Any = type(model)
+    own_forward = model.__dict__.get("forward")  # diffusers leaves the class's own there when a hook is removed
+    if getattr(own_forward, "__func__", None) is cls.forward:
+        del model.__dict__["forward"]
+    elif own_forward is not None:
+        raise ConfigError(
+            f"the forward of this {cls.__name__} was replaced by {own_forward!r}, which a split would pass over. Derive a "
+            "class from it instead."
+        )
+    model.__dict__[EXECUTOR] = executor
     model.__class__ = _parallel_class(cls)
 
 
@@ -53,6 +63,33 @@ def attach_pipeline(pipeline: Any, rolling: Rolling, *, shows: bool = True) -> N
     pipeline.__class__ = _spread_class(cls, shows)
     if not shows:
         hand_through(value for value in vars(pipeline).values() if isinstance(value, PROCESSORS))
+
+
+def adopt(pipeline: Any, transformers: Mapping[str, nn.Module], config: ParallelConfig) -> bool:
+    """Attach a pipeline whose transformers are all another one's, which is split already; False if none is.
+
+    Raises:
+        ConfigError: they were split otherwise, or only some of them.
+    """
+    executors: list[TransformerExecutor] = [
+        model.__dict__[EXECUTOR] for model in transformers.values() if EXECUTOR in model.__dict__
+    ]
+    if not executors or rolling_of(pipeline) is not None:
+        return False
+    rolling = executors[0].rolling
+    alike = all(executor.rolling is rolling and executor.config == config for executor in executors)
+    if len(executors) < len(transformers) or not alike:
+        raise ConfigError(
+            f"transformers of this {type(pipeline).__name__} are split over ranks already, by another configuration or not "
+            "all together. Give the same configuration, or load the pipeline again."
+        )
+    for name, component in pipeline.components.items():
+        if isinstance(component, nn.Module) and name not in transformers and not is_owned(component):
+            component.to(rolling.device)
+    if rolling.mesh.rank != 0:
+        pipeline.set_progress_bar_config(disable=True)
+    attach_pipeline(pipeline, rolling, shows=rolling.mesh.rank in config.shown_on())
+    return True
 
 
 def rolling_of(pipeline: Any) -> Rolling | None:
@@ -154,7 +191,8 @@ def _parallel_class(cls: Any) -> Any:
             "`torch_dtype=` to load_pipeline instead."
         )
 
-    members = {
+    own = {
+        **members(cls, lambda model: model.__dict__[EXECUTOR].awaits_weights),
         "forward": forward,
         "device": property(device),
         "parameters": parameters,
@@ -163,4 +201,4 @@ def _parallel_class(cls: Any) -> Any:
         "__module__": cls.__module__,
         **{name: refusal(name, advice) for name, advice in REFUSED.items()},
     }
-    return type(cls.__name__, (cls,), members)
+    return type(cls.__name__, (cls,), own)

@@ -10,6 +10,7 @@ from torch import nn
 
 from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.capture.graph import BlockGraph, CaptureCache
+from dit_pipelining.capture.hooks import refuse_hooks
 from dit_pipelining.capture.signature import CallInputs, bind, first_argument, flatten_inputs
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.costs.machine import machine
@@ -76,6 +77,12 @@ class TransformerExecutor:
         self._over_replicas = Cutter(latents, config.cfg_parallel_size, self._fits)
         self._along_stages = Cutter(latents, config.microbatches, self._fits)
         self._idle = IdleReplicas(name, config.cfg_parallel_size)
+        rolling.between_calls.append(lambda: refuse_hooks(model))
+
+    @property
+    def awaits_weights(self) -> bool:
+        """Whether the checkpoint is yet to be read."""
+        return self.split is None and any(tensor.device.type == "meta" for tensor in self.model.parameters())
 
     def __call__(self, kwargs: Mapping[str, Any]) -> Any:
         """Run one call of the forward; returns on every rank what the unsplit transformer returns."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.comm.components import make_owner_links
 from dit_pipelining.comm.failure import Guard
 from dit_pipelining.comm.mesh import Mesh
@@ -22,6 +23,7 @@ from dit_pipelining.runtime.executor import FillStage, TransformerExecutor
 from dit_pipelining.runtime.owned import is_owned, own
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.weights.components import drop_weights
+from dit_pipelining.weights.given import Untouched
 from dit_pipelining.weights.load import load_weights, release_weights
 from dit_pipelining.weights.pipelines import EmptyTransformer
 from dit_pipelining.weights.placement import kind_of
@@ -135,12 +137,19 @@ def _bytes(module: nn.Module) -> int:
 
 
 def from_checkpoint(empty: EmptyTransformer, device: torch.device) -> FillStage:
-    """Fill a stage with its tensors of the checkpoint."""
+    """Fill a stage with its tensors of the checkpoint. What the caller has put into the model meanwhile is kept."""
+    untouched = Untouched(empty.model)
 
     def fill(plan: StagePlan) -> None:
         if isinstance(empty.checkpoint, CheckpointError):
             raise empty.checkpoint
-        load_weights(empty.model, plan.weights, empty.checkpoint, device, empty.torch_dtype)
+        given = untouched.given(empty.model)
+        load_weights(empty.model, plan.weights, empty.checkpoint, device, empty.torch_dtype, given)
+        blocks = tuple(f"{name}." for name in find_blocks(empty.model))
+        beside_blocks = [name for name in given if not name.startswith(blocks)]
+        release_weights(empty.model, [*plan.weights, *beside_blocks])
+        for name in beside_blocks:  # a later call may use them on any stage
+            _move(empty.model, name, device)
 
     return fill
 

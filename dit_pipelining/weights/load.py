@@ -1,21 +1,17 @@
 """Fill one stage's part of a model that was built without weights."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import torch
 from torch import nn
 
-from dit_pipelining.errors import CheckpointError, ConfigError
+from dit_pipelining.errors import CheckpointError
 from dit_pipelining.weights.checkpoint import Checkpoint
 from dit_pipelining.weights.empty import loaded_dtype
 
 MOST_NAMED = 20
 """How many tensors of a kind an error names; it counts them all."""
-
-
-ADAPTER_TENSOR = re.compile(r"\.(lora_|modules_to_save\.)")
-"""Tensors that peft's adapters add to a model; a checkpoint of the model does not have them."""
 
 
 def _name_without_adapter(name: str) -> str:
@@ -29,10 +25,11 @@ def load_weights(
     checkpoint: Checkpoint,
     device: torch.device,
     torch_dtype: torch.dtype | None = None,
+    given: Container[str] = (),
 ) -> None:
     """Read the tensors of some modules and parameters into `model`, each straight to `device`.
 
-    Everything else of the model stays without weights. Host memory in use at a time is about one tensor.
+    Everything else of the model stays as it is. Host memory in use at a time is about one tensor.
 
     Args:
         model: built by `empty_model`.
@@ -40,25 +37,21 @@ def load_weights(
         checkpoint: of the whole model.
         device: where the tensors go.
         torch_dtype: as given to `empty_model`.
+        given: names of tensors that have data already (`Untouched.given`) and are only moved.
 
     Raises:
         CheckpointError: tensors are missing, unexpected, or of another shape; names them.
     """
-    check_tensors(model, checkpoint)
+    check_tensors(model, checkpoint, given)
     stored = checkpoint.names_for(model)
-    names = tensor_names(model, weights)
-    wanted = {stored[_name_without_adapter(name)]: name for name in names if not ADAPTER_TENSOR.search(name)}
-    for name in names:
-        if ADAPTER_TENSOR.search(name):  # in memory already
+    wanted = {}
+    for name in tensor_names(model, weights):
+        if name in given:
             owner, key = _owner(model, name)
             tensor = getattr(owner, key)
-            if tensor.device.type == "meta":
-                raise ConfigError(
-                    f"the adapter's {name!r} has no weights: it was loaded before the pipeline's first call, when the layer "
-                    "it belongs to had none either. Load adapters after the first call, or split a pipeline that is in "
-                    "memory with parallelize."
-                )
             tensor.data = tensor.data.to(device)
+        else:
+            wanted[stored[_name_without_adapter(name)]] = name
     for stored_name, tensor in checkpoint.read(wanted, device):
         _assign(model, wanted[stored_name], tensor, torch_dtype)
     _move_buffers(model, weights, device)
@@ -73,26 +66,29 @@ def release_weights(model: nn.Module, kept: Iterable[str]) -> None:
             owner._parameters[key] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
 
-def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
+def check_tensors(model: nn.Module, checkpoint: Checkpoint, given: Container[str] = ()) -> None:
     """Compare names and shapes of the checkpoint's tensors with the model's, whichever stage needs them.
 
     Only headers are read. Dtypes may differ: tensors are cast as they are loaded.
 
+    Args:
+        model: with weights or without.
+        checkpoint: of the whole model.
+        given: names of tensors that do not come from the checkpoint, whether it has them or not.
+
     Raises:
         CheckpointError: lists what is missing, what is unexpected and what has another shape.
     """
-    expected = {
-        _name_without_adapter(name): tuple(tensor.shape)
-        for name, tensor in model.state_dict().items()
-        if not ADAPTER_TENSOR.search(name)
-    }
+    state = model.state_dict()
+    expected = {_name_without_adapter(name): tuple(tensor.shape) for name, tensor in state.items() if name not in given}
+    replaced = {_name_without_adapter(name) for name in state if name in given}
     present = {name: checkpoint.shapes[stored] for name, stored in checkpoint.names_for(model).items()}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     wrong = {
         "lacks": sorted(expected.keys() - present.keys()),
         "has unexpected": sorted(
             name
-            for name in present.keys() - expected.keys()
+            for name in present.keys() - expected.keys() - replaced
             if not any(re.search(pattern, name) for pattern in ignored)
         ),
         "has other shapes for": [

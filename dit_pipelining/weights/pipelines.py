@@ -32,7 +32,8 @@ CONTRADICTING = {
     "use_safetensors": "a stage is read from safetensors files, and from no others",
     "use_flashpack": "a stage is read from safetensors files, and from no others",
     "disable_mmap": "a stage is read from mapped files",
-    "quantization_config": "a stage's weights are loaded as they are stored, so they cannot be quantised",
+    "quantization_config": "a stage's weights are loaded as they are stored. Load the transformer with from_pretrained and "
+    "pass it as `transformer=`",
 }
 """Arguments of `from_pretrained` that a split pipeline cannot follow, and why."""
 
@@ -194,6 +195,7 @@ def empty_transformers(
                 raise
             checkpoint = error
         config = cls.load_config(own)  # type: ignore[attr-defined]
+        refuse_quantised(own, config)
         model = empty_model(cls, config, torch_dtype)
         model.register_to_config(_name_or_path=str(own))  # type: ignore[operator]
         found[name] = EmptyTransformer(model, checkpoint, torch_dtype)
@@ -208,6 +210,22 @@ def unused_transformer(boundary_ratio: float | None) -> str | None:
     loaded at that call.
     """
     return {0.0: "transformer_2", 1.0: "transformer"}.get(boundary_ratio) if boundary_ratio is not None else None
+
+
+def refuse_quantised(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose tensors are stored quantised.
+
+    Raises:
+        ConfigError: names the method.
+    """
+    quantisation = config.get("quantization_config")
+    if quantisation:
+        method = quantisation.get("quant_method", quantisation) if isinstance(quantisation, Mapping) else quantisation
+        raise ConfigError(
+            f"the weights in {folder} are stored quantised ({method}), and a stage reads tensors as a plain model has them. "
+            f"Load the transformer with from_pretrained, and pass it as {folder.name}=..., or split the loaded pipeline with "
+            "parallelize."
+        )
 
 
 @contextmanager

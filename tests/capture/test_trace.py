@@ -13,6 +13,7 @@ from dit_pipelining.api import split_model
 from dit_pipelining.capture.graph import capture
 from dit_pipelining.errors import BlocksNotFoundError, CaptureError
 from dit_pipelining.torch_internals import is_fake
+from tests.capture import tables
 from tests.capture.toy import DIM, Block, Toy, assert_splits_exactly, hidden, randn
 from tests.same import assert_same
 
@@ -408,6 +409,21 @@ def test_tables_of_plain_objects_are_restored_after_a_capture() -> None:
     split = split_model(model, 2, hidden())
     longer = dict(hidden_states=randn(2, 6, DIM))
     assert_same(split(**longer), model(**longer))
+
+
+class CachesInAnotherFile(Toy):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.run_blocks(hidden_states, tables.table(hidden_states))
+
+
+def test_global_tables_of_other_files_hold_no_tensors_without_data_after_a_capture() -> None:
+    tables.TABLES[3] = kept = (torch.ones(3), torch.zeros(3))
+    assert_splits_exactly(CachesInAnotherFile(2))
+    split = split_model(CachesInAnotherFile(2), 2, hidden())
+    held = [tensor for pair in tables.TABLES.values() for tensor in pair] + tables.ROWS
+    assert not any(map(is_fake, held))
+    assert tables.TABLES[3] is kept
+    assert_same(split(**hidden()), CachesInAnotherFile(2)(**hidden()))
 
 
 @functools.lru_cache(maxsize=8)

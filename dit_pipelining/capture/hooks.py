@@ -1,0 +1,63 @@
+"""Hooks of diffusers and accelerate that a split model cannot follow."""
+
+from torch import nn
+
+from dit_pipelining.errors import ConfigError
+
+CACHES = (
+    "caches decide from one block what the others skip, and keep what blocks gave between calls; the blocks are on several "
+    "ranks, and several calls are on their way at a time. Leave the cache out, or call disable_cache() before the model is "
+    "split"
+)
+CASTS = (
+    "the model is recorded on tensors without data, which such a hook would cast. Leave layerwise casting out: give "
+    "`torch_dtype=` to load_pipeline; more stages need less memory each"
+)
+OFFLOADS = (
+    "each rank holds its own stage, on its own device, and nothing is moved during a call. Leave offloading and "
+    "`device_map` out; more stages need less memory each"
+)
+GUIDES = "it changes what blocks do between two calls, and the calls are recorded once. Leave it out"
+
+REASONS = {
+    "layerwise_casting": CASTS,
+    "peft_autocast": CASTS,
+    "offload": OFFLOADS,
+    "cache": CACHES,
+    "fbc_": CACHES,
+    "pyramid_attention_broadcast": CACHES,
+}
+"""Why a hook is refused, by a part of the name that diffusers gives it."""
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Refuse hooks that keep state from call to call, cast weights or move them.
+
+    Raises:
+        ConfigError: names the first hook and its module, why it is refused and what to do.
+    """
+    for name, module in model.named_modules():
+        registry = vars(module).get("_diffusers_hook")
+        hooks = [str(hook) for hook in getattr(registry, "hooks", ())]
+        if "_hf_hook" in vars(module):
+            hooks.append("accelerate's offload or device_map")
+        if hooks:
+            raise ConfigError(
+                f"{type(model).__name__} has the hook {hooks[0]!r} on {name or 'itself'}, which a split model cannot follow: "
+                f"{_reason(hooks[0])}."
+            )
+
+
+def refuse_cache(model: nn.Module) -> None:
+    """Refuse a model whose cache is on; cheap enough for every call.
+
+    Raises:
+        ConfigError: names the cache.
+    """
+    config = getattr(model, "_cache_config", None)
+    if config is not None:
+        raise ConfigError(f"{type(model).__name__} has {type(config).__name__} on, but it is split: {CACHES}.")
+
+
+def _reason(hook: str) -> str:
+    return next((reason for part, reason in REASONS.items() if part in hook), GUIDES)

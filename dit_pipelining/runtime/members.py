@@ -1,0 +1,71 @@
+"""What a split transformer does otherwise than its class, or refuses, beside its forward."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import nn
+
+from dit_pipelining.capture.hooks import CACHES, CASTS
+from dit_pipelining.errors import ConfigError
+from dit_pipelining.weights.given import stand_ins
+
+REFUSED = {
+    "enable_cache": CACHES,
+    "enable_layerwise_casting": CASTS,
+    "enable_parallelism": "it is split by stages already. Choose the degrees in ParallelConfig",
+    "compile": "the forward runs on several ranks. Give ParallelConfig(compile='blocks')",
+}
+"""Methods that a split transformer cannot follow, and why; see also `owned.REFUSED`, which holds for all components."""
+
+NEED_WEIGHTS = ("add_adapter", "fuse_lora", "fuse_qkv_projections")
+"""Methods that read or write the weights, which a rank has from the pipeline's first call on."""
+
+
+def members(cls: Any, awaits_weights: Callable[[nn.Module], bool]) -> dict[str, Any]:
+    """Methods for a subclass of a transformer's class.
+
+    Args:
+        cls: the class.
+        awaits_weights: whether a model's checkpoint is yet to be read.
+    """
+    found: dict[str, Any] = {name: _refused(cls, name, why) for name, why in REFUSED.items() if hasattr(cls, name)}
+    found |= {name: _later(cls, name, awaits_weights) for name in NEED_WEIGHTS if hasattr(cls, name)}
+    if hasattr(cls, "load_lora_adapter"):
+        found["load_lora_adapter"] = _adapter_loader(cls, awaits_weights)
+    return found
+
+
+def _refused(cls: Any, name: str, why: str) -> Callable[..., NoReturn]:
+    def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigError(f"{cls.__name__} is split over ranks, so {name} is not possible: {why}.")
+
+    return refuse
+
+
+def _later(cls: Any, name: str, awaits_weights: Callable[[nn.Module], bool]) -> Callable[..., Any]:
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if awaits_weights(self):
+            raise ConfigError(
+                f"{name} needs the weights of {cls.__name__}, which are read at the pipeline's first call. Call the pipeline "
+                "once before, or load it with from_pretrained and split it with `parallelize`."
+            )
+        return original(self, *args, **kwargs)
+
+    return call
+
+
+def _adapter_loader(cls: Any, awaits_weights: Callable[[nn.Module], bool]) -> Callable[..., Any]:
+    original = cls.load_lora_adapter
+
+    @functools.wraps(original)
+    def load(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not awaits_weights(self):
+            return original(self, *args, **kwargs)
+        with stand_ins(self):
+            return original(self, *args, **kwargs)
+
+    return load

@@ -1,0 +1,75 @@
+"""Which tensors of a model without weights the caller has given it since it was built.
+
+A model waits for its checkpoint until its first call. What the caller puts in meanwhile (adapters, an IP-Adapter, a layer of
+their own) has weights already and is kept; what the caller wrote into tensors without data is lost, and said.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from dit_pipelining.errors import ConfigError
+from dit_pipelining.torch_internals import version
+
+
+class Untouched:
+    """A model's tensors as they were when it was built.
+
+    Args:
+        model: built by `empty_model`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {
+            id(tensor): (weakref.ref(tensor), version(tensor)) for tensor in model.state_dict(keep_vars=True).values()
+        }
+
+    def given(self, model: nn.Module) -> frozenset[str]:
+        """Names of the tensors that are not the model's first ones; they have data.
+
+        Raises:
+            ConfigError: something was written into a tensor that has no data yet, or made from such ones.
+        """
+        found = set()
+        tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+        for name, tensor in tensors.items():
+            first, before = self._tensors.get(id(tensor), (None, 0))
+            if first is not None and first() is tensor:
+                if version(tensor) != before:
+                    raise ConfigError(_lost(model, name, "was written into"))
+            elif tensor.device.type == "meta":
+                raise ConfigError(_lost(model, name, "was made"))
+            else:
+                found.add(name)
+        return frozenset(found)
+
+
+@contextmanager
+def stand_ins(model: nn.Module) -> Iterator[None]:
+    """Give parameters without data the CPU as their device meanwhile, by zeros that take no memory.
+
+    peft puts an adapter where its layer's weights are: beside weights that are not there yet it would lose its own.
+    """
+    exchanged = []
+    for module in list(model.modules()):
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.device.type == "meta":
+                exchanged.append((module, key, parameter))
+                blank = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                module._parameters[key] = nn.Parameter(blank, requires_grad=parameter.requires_grad)
+    try:
+        yield
+    finally:
+        for module, key, parameter in exchanged:
+            module._parameters[key] = parameter
+
+
+def _lost(model: nn.Module, name: str, what: str) -> str:
+    return (
+        f"{type(model).__name__}'s {name!r} {what} before the pipeline's first call, when the checkpoint had not been read, "
+        "so the change is lost. Change weights after the first call, or load the transformer yourself and pass it as "
+        "`transformer=`."
+    )

@@ -1,0 +1,190 @@
+"""What people add to a pipeline acts on a split one as in one process: weights, attention, IP-Adapters, guidance."""
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import gguf
+import pytest
+import torch
+from diffusers.models.attention_dispatch import attention_backend
+
+from dit_pipelining.api import ParallelConfig, load_pipeline, parallelize
+from tests import checkpoints
+from tests.distributed import RankPool
+
+LAYOUTS = {"pp2": dict(pipeline_parallel_size=2), "pp2-cfg2": dict(pipeline_parallel_size=2, cfg_parallel_size=2)}
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = checkpoints.flux(tmp_path_factory.mktemp("addons") / "flux")
+    write_gguf(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.sd3(tmp_path_factory.mktemp("addons") / "sd3")
+
+
+def loaded(folder: Path, layout: str | None, **options: Any) -> Any:
+    """The pipeline over ranks, or the plain one without a layout."""
+    if layout is None:
+        return diffusers.DiffusionPipeline.from_pretrained(folder, **options)
+    return load_pipeline(folder, ParallelConfig(**LAYOUTS[layout]), **options)
+
+
+def paint(pipeline: Any, **changes: Any) -> torch.Tensor:
+    pipeline.set_progress_bar_config(disable=True)
+    options = dict(height=8, width=8, max_sequence_length=16, num_inference_steps=2, output_type="latent")
+    if "prompt_embeds" not in changes:
+        options["prompt"] = "a red cat"
+    images: torch.Tensor = pipeline(generator=torch.Generator().manual_seed(7), **options | changes).images
+    return images
+
+
+def write_gguf(folder: Path) -> None:
+    """The transformer's weights as Q8_0 where rows are long enough, as published GGUF files have them."""
+    writer = gguf.GGUFWriter(folder / "q8.gguf", "flux")
+    model = diffusers.FluxTransformer2DModel.from_pretrained(folder / "transformer")
+    for name, tensor in model.state_dict().items():
+        if tensor.ndim == 2 and tensor.shape[1] % 32 == 0 and "blocks" in name:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def with_single_files(folder: Path, layout: str | None) -> dict[str, torch.Tensor]:
+    """A transformer from one file, and a quantised one; another size comes when ranks hold their own stage only."""
+    seen = {}
+    for kind, file, options in (
+        ("plain", "transformer/diffusion_pytorch_model.safetensors", {}),
+        ("gguf", "q8.gguf", dict(quantization_config=diffusers.GGUFQuantizationConfig(compute_dtype=torch.float32))),
+    ):
+        transformer = diffusers.FluxTransformer2DModel.from_single_file(
+            str(folder / file), config=str(folder / "transformer"), torch_dtype=torch.float32, **options
+        )
+        pipeline = loaded(folder, layout, transformer=transformer)
+        seen[kind] = paint(pipeline)
+        seen[f"{kind}, larger"] = paint(pipeline, height=16)
+    return seen
+
+
+def with_attention_backends(folder: Path, layout: str | None) -> dict[str, torch.Tensor]:
+    """Images with a backend set before the first call, others after it, and by context; the prompt's tensors stay."""
+    pipeline = loaded(folder, layout)
+    embeds, pooled, _ = pipeline.encode_prompt("a red cat", "a red cat", max_sequence_length=16)
+    prompt = dict(prompt_embeds=embeds, pooled_prompt_embeds=pooled)
+    pipeline.transformer.set_attention_backend("_native_math")
+    seen = {"math before the split": paint(pipeline, **prompt)}
+    pipeline.transformer.set_attention_backend("native")
+    seen["native"] = paint(pipeline, **prompt)
+    pipeline.transformer.set_attention_backend("_native_math")
+    seen["math"] = paint(pipeline, **prompt)
+    pipeline.transformer.reset_attention_backend()
+    with attention_backend("_native_math"):
+        seen["context of math"] = paint(pipeline, **prompt)
+    with attention_backend("native"):
+        seen["context of native"] = paint(pipeline, **prompt)
+    return seen
+
+
+def with_an_ip_adapter(folder: Path, layout: str | None) -> dict[str, torch.Tensor]:
+    """Images before and with an IP-Adapter, at another scale, and after it is unloaded."""
+    torch.manual_seed(4)
+    width, tokens = 32, 4
+    adapter: dict[str, Any] = {
+        "image_proj": {
+            "proj.weight": torch.randn(tokens * width, 16),
+            "proj.bias": torch.randn(tokens * width),
+            "norm.weight": torch.randn(width),
+            "norm.bias": torch.randn(width),
+        },
+        "ip_adapter": {},
+    }
+    for index in range(2):
+        for name in ("to_k_ip", "to_v_ip"):
+            adapter["ip_adapter"][f"{index}.{name}.weight"] = torch.randn(width, width)
+            adapter["ip_adapter"][f"{index}.{name}.bias"] = torch.randn(width)
+    given = [torch.randn(1, 1, 16)]
+    image = dict(ip_adapter_image_embeds=given, negative_ip_adapter_image_embeds=given)
+    seen = {}
+    for first in ("call", "adapter"):
+        pipeline = loaded(folder, layout)
+        if first == "call":
+            seen["before"] = paint(pipeline)
+        pipeline.load_ip_adapter(adapter, weight_name="", image_encoder_pretrained_model_name_or_path=None)
+        seen[f"{first} first"] = paint(pipeline, **image)
+        pipeline.set_ip_adapter_scale(0.5)
+        seen[f"{first} first, half"] = paint(pipeline, **image)
+    pipeline.unload_ip_adapter()
+    seen["unloaded"] = paint(pipeline)
+    return seen
+
+
+def with_true_guidance(folder: Path, layout: str | None) -> dict[str, torch.Tensor]:
+    """FLUX by prompt and negative prompt, by embeddings of both, and without guidance."""
+    pipeline = loaded(folder, layout)
+    embeds, pooled, _ = pipeline.encode_prompt("a red cat", "a red cat", max_sequence_length=16)
+    negative, negative_pooled, _ = pipeline.encode_prompt("moon", "moon", max_sequence_length=16)
+    given = dict(prompt_embeds=embeds, pooled_prompt_embeds=pooled)
+    given |= dict(negative_prompt_embeds=negative, negative_pooled_prompt_embeds=negative_pooled)
+    return {
+        "prompt": paint(pipeline, negative_prompt="moon", true_cfg_scale=3.0),
+        "embeddings": paint(pipeline, true_cfg_scale=3.0, **given),
+        "without": paint(pipeline),
+    }
+
+
+def with_skipped_layers(folder: Path, layout: str | None) -> dict[str, torch.Tensor]:
+    """SD3 with guidance that adds a third branch without some layers; without one of its text encoders."""
+    pipeline = loaded(folder, layout, text_encoder_3=None, tokenizer_3=None)
+    skipping = dict(skip_layer_guidance_start=0.0, skip_layer_guidance_stop=1.0, negative_prompt="moon")
+    return {
+        "guided": paint(pipeline, negative_prompt="moon"),
+        "skips": paint(pipeline, skip_guidance_layers=[1, 2], **skipping),
+        "skips others": paint(pipeline, skip_guidance_layers=[3], **skipping),
+    }
+
+
+def with_a_second_pipeline(folder: Path, layout: str | None) -> dict[str, torch.Tensor]:
+    """Two pipelines over one transformer, in turns."""
+    pipeline = loaded(folder, layout)
+    other = diffusers.FluxImg2ImgPipeline(**pipeline.components)
+    if layout is not None:
+        other = parallelize(other, ParallelConfig(**LAYOUTS[layout]))
+    picture = torch.linspace(0, 1, 3 * 8 * 8).reshape(1, 3, 8, 8)
+    seen = {"text": paint(pipeline)}
+    seen["image"] = paint(other, image=picture, num_inference_steps=4, strength=0.5)
+    seen["text again"] = paint(pipeline)
+    return seen
+
+
+SESSIONS = {
+    "single files": ("flux", with_single_files),
+    "two pipelines": ("flux", with_a_second_pipeline),
+    "attention backends": ("flux", with_attention_backends),
+    "IP-Adapter": ("flux", with_an_ip_adapter),
+    "true guidance": ("flux", with_true_guidance),
+    "skipped layers": ("sd3", with_skipped_layers),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", SESSIONS)
+def test_each_image_of_a_session_is_that_of_one_process(
+    ranks: RankPool, flux: Path, sd3: Path, name: str, layout: str
+) -> None:
+    model, session = SESSIONS[name]
+    folder = {"flux": flux, "sd3": sd3}[model]
+    [expected] = ranks.run(1, session, folder, None)
+    images = list(expected.values())
+    assert any(not torch.equal(images[0], other) for other in images[1:])
+    for results in ranks.run(4 if layout == "pp2-cfg2" else 2, session, folder, layout):
+        assert [key for key, image in expected.items() if not torch.equal(results[key], image)] == []
