@@ -5,6 +5,7 @@ does not answer in time is killed with all others, and the next job starts new o
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -111,4 +112,5 @@ def _run_as_rank(rank: int, world_size: int, store: str, function: Callable[...,
         with torch.no_grad():
             return function(*args)
     finally:
+        gc.collect()  # pipelines are cycles, and their process groups have threads
         dist.destroy_process_group()

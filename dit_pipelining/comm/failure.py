@@ -19,14 +19,16 @@ the store, and nothing per denoising step. The first failure is written by compa
 
 import atexit
 import contextvars
+import inspect
 import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 
@@ -58,13 +60,23 @@ class Guard:
             which rank's was.
     """
 
+    _all: ClassVar[weakref.WeakSet["Guard"]] = weakref.WeakSet()
+
+    @classmethod
+    def current(cls) -> "Guard | None":
+        """The guard of the process group there is, if it has one that runs."""
+        running = (
+            own for own in list(cls._all) if own._is_current() and own.error is None and not own._closing.is_set()
+        )
+        return next(running, None)
+
     def __init__(self, board: Board, hosts_store: bool) -> None:
         self.board = board
         self.hosts_store = hosts_store
         self.error: BaseException | None = None
         self.failure: Failure | None = None
-        self._on_failure: list[Callable[[BaseException], None]] = []
-        self._on_beat: list[Callable[[], str | None]] = []
+        self._on_failure: list[Callable[[], Callable[[BaseException], None] | None]] = []
+        self._on_beat: list[Callable[[], Callable[[], str | None] | None]] = []
         self._world = dist.group.WORLD
         self._beat = Beat()
         self._steps = 0
@@ -75,14 +87,18 @@ class Guard:
         self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
         self._thread.start()
         atexit.register(self.close)
+        self._all.add(self)
 
     def on_failure(self, wake: Callable[[BaseException], None]) -> None:
-        """Call `wake` with this rank's error when the run fails; from whichever thread learns of it first."""
-        self._on_failure.append(wake)
+        """Call `wake` with this rank's error when the run fails; from whichever thread learns of it first.
+
+        A method does not keep its object alive: pipelines come and go, the guard stays.
+        """
+        self._on_failure.append(_weakly(wake))
 
     def on_beat(self, problem: Callable[[], str | None]) -> None:
         """Ask at every beat whether this rank has a problem; what it has ends the run."""
-        self._on_beat.append(problem)
+        self._on_beat.append(_weakly(problem))
 
     def check(self) -> None:
         """Raise if the run has failed; asks nobody."""
@@ -216,7 +232,7 @@ class Guard:
                 self.error = RemoteRankError(str(failure))
             self.failure = failure
         self._failed.set()
-        for wake in self._on_failure:
+        for wake in _alive(self._on_failure):
             wake(self.error)
         if self._is_current():
             wake_group_waiters()
@@ -253,7 +269,7 @@ class Guard:
             self._end()
 
     def _own_problem(self) -> Failure | None:
-        for ask in self._on_beat:
+        for ask in _alive(self._on_beat):
             try:
                 problem = ask()
             except RuntimeError as error:  # of the device
@@ -318,3 +334,17 @@ class Guard:
 
     def _is_current(self) -> bool:
         return dist.is_initialized() and dist.group.WORLD is self._world
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _weakly(function: Function) -> Callable[[], Function | None]:
+    return weakref.WeakMethod(function) if inspect.ismethod(function) else lambda: function
+
+
+def _alive(references: Sequence[Callable[[], Function | None]]) -> Iterator[Function]:
+    for reference in list(references):
+        function = reference()
+        if function is not None:
+            yield function

@@ -40,6 +40,7 @@ class Launch:
         config.check_world_size(launched_world_size())
         self.timeout = timedelta(seconds=config.timeout_seconds)
         self._guard: Guard | None = None
+        self._made: Guard | None = None
         self._loading = ExitStack()
 
     @property
@@ -60,6 +61,10 @@ class Launch:
         rank, world_size = launched_rank(), launched_world_size()
         if world_size == 1:
             return device
+        self._guard = Guard.current()
+        if self._guard is not None:  # a second pipeline of the same launch: one guard watches over all
+            self._loading.enter_context(self._guard.call())
+            return device
         store = default_store() if dist.is_initialized() else _launch_store(rank, self.timeout)
         board = Board(store, rank, world_size)
         _arrive(board, self.timeout)
@@ -71,7 +76,7 @@ class Launch:
                 world_size=world_size,
                 timeout=self.timeout,
             )
-        self._guard = Guard(board, hosts_store=rank == 0 and not _agent_hosts_store())
+        self._guard = self._made = Guard(board, hosts_store=rank == 0 and not _agent_hosts_store())
         self._loading.enter_context(self._guard.call())
         return device
 
@@ -92,8 +97,8 @@ class Launch:
             self._stop()
 
     def _stop(self) -> None:
-        if self._guard is not None:
-            self._guard.close()
+        if self._made is not None:
+            self._made.close()
 
 
 def launched_world_size() -> int:

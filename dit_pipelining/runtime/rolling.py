@@ -1,6 +1,7 @@
 """The rolling schedule: calls in flight on a line of stages, results that are waited for when they are used."""
 
 import atexit
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -59,7 +60,10 @@ class Rolling:
         self.runner = self._make_runner(timeout, transport)
         guard.on_failure(self._stop)
         guard.on_beat(self._check_overdue)
-        atexit.register(self.close)  # a rank that leaves with a send on its way would fail the one that waits for it
+        # A rank that leaves with a send on its way would fail the one that waits for it. Nothing here keeps a pipeline that
+        # nobody uses any more: its groups have threads of their own.
+        atexit.register(_close, weakref.ref(self))
+        weakref.finalize(self, self.runner.close).atexit = False
 
     def submit(self, stage: StageModule, graph: BlockGraph, inputs: CallInputs) -> tuple[list[PendingTensor], Arrival]:
         """Start one call; returns at once with the tensors of `graph.output_nodes`, pending.
@@ -179,3 +183,9 @@ class Rolling:
             return result
 
         return run
+
+
+def _close(reference: "weakref.ref[Rolling]") -> None:
+    rolling = reference()
+    if rolling is not None:
+        rolling.close()

@@ -121,7 +121,8 @@ class StageWorker:
     def close(self) -> None:
         """Run what is left, finish all sends, end the thread. After an error nothing is waited for."""
         self._jobs.put(None)
-        if self.error is None:
+        # The thread itself may be the one that collects what nobody uses any more.
+        if self.error is None and threading.current_thread() is not self._thread:
             self._thread.join(SECONDS_TO_LEAVE)
 
     def _work(self) -> None:
