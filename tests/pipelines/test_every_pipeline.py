@@ -39,7 +39,7 @@ NAMED = (
 )
 """One or two of each family, run by `make test`; all others take `make test-all`."""
 
-QUICK = ("pp2", "pp2-cfg2")
+QUICK = ("pp2-cfg2",)
 
 LAYOUTS = ("pp2", "pp3", "cfg2", "pp2-cfg2")
 

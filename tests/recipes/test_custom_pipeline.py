@@ -48,7 +48,10 @@ def reference(folder: Path, boundary_ratio: float | None) -> np.ndarray:
     return video
 
 
-@pytest.mark.parametrize(("ratio", "held"), [(None, [(0, 4), (0, 4)]), (0.0, [(0, 4), None]), (1.0, [None, (0, 4)])])
+@pytest.mark.parametrize(
+    ("ratio", "held"),
+    [(None, [(0, 4), (0, 4)]), pytest.param(0.0, [(0, 4), None], marks=pytest.mark.full), (1.0, [None, (0, 4)])],
+)
 def test_it_generates_what_diffusers_does(
     ranks: RankPool, two_experts: Path, ratio: float | None, held: list[Any]
 ) -> None:
@@ -57,7 +60,7 @@ def test_it_generates_what_diffusers_does(
     np.testing.assert_allclose(video, reference(two_experts, ratio), atol=1e-5)
 
 
-@pytest.mark.parametrize(("stages", "branches"), [(2, 2), (3, 1)])
+@pytest.mark.parametrize(("stages", "branches"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.full)])
 def test_stages_generate_what_one_process_does(ranks: RankPool, two_experts: Path, stages: int, branches: int) -> None:
     ((expected, _),) = ranks.run(1, on_groups, 1, 1, generate, two_experts)
     results = ranks.run(stages * branches, on_groups, stages, branches, generate, two_experts)

@@ -25,7 +25,7 @@ def picture(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("checkpoint", ["image to video", "text to video"])
+@pytest.mark.parametrize("checkpoint", [pytest.param("image to video", marks=pytest.mark.full), "text to video"])
 def test_a_video_from_an_image_over_two_processes_is_that_of_diffusers(
     checkpoint: str, picture: Path, tmp_path: Path
 ) -> None:

@@ -38,6 +38,7 @@ def test_a_video_file_is_changed_over_two_processes(model: str, tmp_path: Path) 
     assert "stage 1" in done.stdout
 
 
+@pytest.mark.full
 def test_levels_are_chosen_by_measuring(model: str, tmp_path: Path) -> None:
     output = tmp_path / "out.mp4"
     flags = ["--model", model, "--prompt", "a red cat", *SIZE, "--num-frames", "9", "--output", str(output)]

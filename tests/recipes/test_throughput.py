@@ -43,6 +43,7 @@ def test_each_request_of_a_file_writes_the_video_it_gives_alone(tmp_path: Path) 
         assert np.array_equal(written, imageio.imread(tmp_path / "alone.mp4"))
 
 
+@pytest.mark.full
 def test_images_are_written_as_png(tmp_path: Path) -> None:
     model = checkpoints.flux(tmp_path / "flux")
     (tmp_path / "prompts.txt").write_text("a red cat\na blue dog\n")

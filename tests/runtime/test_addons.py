@@ -176,7 +176,7 @@ SESSIONS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["pp2", pytest.param("pp2-cfg2", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", SESSIONS)
 def test_each_image_of_a_session_is_that_of_one_process(
     ranks: RankPool, flux: Path, sd3: Path, name: str, layout: str

@@ -89,9 +89,9 @@ def assert_holds_its_stage_only(model: Any, stage: Any) -> None:
 @pytest.mark.parametrize(
     ("source", "config", "with_lora"),
     [
-        ("checkpoint", dict(pipeline_parallel_size=2), False),
+        pytest.param("checkpoint", dict(pipeline_parallel_size=2), False, marks=pytest.mark.full),
         ("checkpoint", dict(pipeline_parallel_size=2), True),
-        ("memory", dict(pipeline_parallel_size=2, schedule="gpipe"), False),
+        pytest.param("memory", dict(pipeline_parallel_size=2, schedule="gpipe"), False, marks=pytest.mark.full),
         ("memory", dict(pipeline_parallel_size=2, cfg_parallel_size=2), False),
     ],
 )
