@@ -76,6 +76,9 @@ def with_single_files(folder: Path, layout: str | None) -> dict[str, torch.Tenso
     return seen
 
 
+@attention_backend(
+    "native"
+)  # setting a model's backend sets diffusers' own default too; here that ends with the session
 def with_attention_backends(folder: Path, layout: str | None) -> dict[str, torch.Tensor]:
     """Images with a backend set before the first call, others after it, and by context; the prompt's tensors stay."""
     pipeline = loaded(folder, layout)
