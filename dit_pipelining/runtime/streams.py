@@ -26,9 +26,6 @@ class StageStreams:
         links: to the other ranks.
         device: this rank's GPU.
         on_error: called with what the stage raised, before it is raised.
-
-    Attributes:
-        timings: a list, to note when the stage starts and ends with each call, or None.
     """
 
     def __init__(self, links: PeerLinks, device: torch.device, on_error: Callable[[BaseException], object]) -> None:
@@ -39,7 +36,6 @@ class StageStreams:
         self.compute = new_stream(device)
         self.outgoing = new_stream(device, priority=-1)
         self.arrivals = [new_stream(device, priority=-1) for _ in range(links.mesh.replicas)]
-        self.timings: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
         self._unfinished: deque[tuple[torch.cuda.Event, float]] = deque()
 
     def submit(self, call: StageCall) -> None:
@@ -98,16 +94,11 @@ class StageStreams:
                 received = links.incoming.receive(layouts, self.compute)
                 if any(not isinstance(leaf, torch.Tensor) for leaf in call.leaves.values()):
                     received = [tensor.clone() for tensor in received]  # a cache may keep them
-            started = (
-                self.compute.record_event(torch.cuda.Event(enable_timing=True)) if self.timings is not None else None
-            )
             try:
                 outputs = stage.run(call.graph, received, call.leaves)
             except BaseException as error:
                 self._fail(error)
                 raise
-            if self.timings is not None and started is not None:
-                self.timings.append((started, self.compute.record_event(torch.cuda.Event(enable_timing=True))))
             is_root = links.outgoing is None
             with torch.no_grad():
                 if is_root:

@@ -19,7 +19,6 @@ import os
 import re
 import signal
 import socket
-import statistics
 import tempfile
 import threading
 import time
@@ -37,8 +36,9 @@ from reporting import show, write
 
 from dit_pipelining import ParallelConfig, generate, parallelize
 from dit_pipelining.costs.model_costs import model_costs
+from dit_pipelining.lowering.clock import StageClock
 from dit_pipelining.planning.presets import preset
-from dit_pipelining.runtime.attach import rolling_of, split_of
+from dit_pipelining.runtime.attach import split_of
 from partitioners import RankSpec
 
 BF16 = torch.bfloat16
@@ -231,11 +231,13 @@ def measure(
             several = [request(workload, device, seed, guided) for seed in range(count)]
             generate(pipeline, [{**own, "num_inference_steps": 1} for own in several])
             several = [request(workload, device, seed, guided) for seed in range(count)]
-            runner = rolling_of(pipeline).runner
-            runner.timings = []
+            stage = split.stages[dist.get_rank() % layout.stages]
+            stage.clock = clock = StageClock(device)
             seconds, results = timed(lambda several=several: generate(pipeline, several))
-            facts["stage_ms"] = gathered([start.elapsed_time(end) for start, end in runner.timings])
-            runner.timings = None
+            stage.clock = None
+            per_call = gathered(clock.seconds_per_call())
+            own_calls = count * workload.steps * calls / layout.replicas
+            facts |= dict(stage_seconds=per_call, busy=[own * own_calls / seconds for own in per_call])
             facts["equal"] = bool(torch.equal(results[0][0], expected[guided]))
             add("rolling", guided, count, seconds, share, layout.replicas, **facts)
     if name == "flux" and layout.replicas == 1 and layout.transport == "auto":
@@ -317,11 +319,10 @@ def kill(layout: Layout, device: torch.device, rows: list[dict[str, Any]]) -> No
 TRIALS = {"stress": stress, "kill": kill}
 
 
-def gathered(milliseconds: list[float]) -> list[dict[str, float]]:
+def gathered(seconds: float | None) -> list[float]:
     """How long the stage of each rank took per call, waits for data not included."""
-    own = {"median": statistics.median(milliseconds), "sum": sum(milliseconds)} if milliseconds else {}
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
+    dist.all_gather_object(every, seconds or 0.0)
     return every
 
 
@@ -401,7 +402,7 @@ def main() -> None:
                 "one GPU": f"{row['single_ms_per_step']:.1f}",
                 "speed-up": f"{row['speedup']:.2f}",
                 "share": f"{row['share']:.3f}",
-                "busy": " ".join(f"{own.get('sum', 0) / row['ms_total']:.2f}" for own in row.get("stage_ms", [])),
+                "busy": " ".join(f"{own:.2f}" for own in row.get("busy", [])),
                 "equal": str(row.get("equal", "")),
             }
             for row in rows
