@@ -3,12 +3,25 @@
 Everything is given to the GPU when the call is submitted, waits for other ranks included (see [Note: peer copies] in
 comm/peer_links.py), so no host waits for another one, and none for its GPU, however many calls are in flight.
 
+[Note: memory of several streams]
+A tensor that another stream than its own works on must not be freed before that work is done. `Tensor.record_stream` would
+see to it, but then torch's allocator asks for the events of all such tensors whenever it is asked for memory, which in a
+stage is hundreds of times per call. So the tensors of a call are held here until its work is done, which is looked at once
+per call.
+
+[Note: the thread of the stage]
+What torch prepares for a kernel it keeps per thread: handles of cuBLAS and cuDNN, plans of cuDNN's attention and of its
+convolutions. Each request has a thread of its own, so a stage that ran there would prepare everything again at the first
+call of every request, 90 to 380 ms during which the stages after it have nothing to do. So one thread runs the stage for
+all of them, and the caller waits for it, which takes some 50 us.
+
 Streams: `compute` runs the stage, `outgoing` copies to other ranks what it gave, and one stream per replica takes in the
 results. The caller's own stream waits where it uses a result.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import Any
 
@@ -16,7 +29,7 @@ import torch
 
 from dit_pipelining.comm.cuda_streams import new_stream
 from dit_pipelining.comm.peer_links import PeerLinks, slot_bytes
-from dit_pipelining.runtime.calls import StageCall, StageFailedError
+from dit_pipelining.runtime.calls import StageCall, StageFailedError, calling_context
 
 
 class StageStreams:
@@ -36,7 +49,9 @@ class StageStreams:
         self.compute = new_stream(device)
         self.outgoing = new_stream(device, priority=-1)
         self.arrivals = [new_stream(device, priority=-1) for _ in range(links.mesh.replicas)]
-        self._unfinished: deque[tuple[torch.cuda.Event, float]] = deque()
+        self._thread = ThreadPoolExecutor(1, "stage")
+        self._unfinished: deque[tuple[torch.cuda.Event, Any]] = deque()
+        self._held: list[deque[tuple[torch.cuda.Event, Any]]] = [deque() for _ in range(links.mesh.replicas + 1)]
 
     def submit(self, call: StageCall) -> None:
         if self.error is not None:
@@ -49,15 +64,16 @@ class StageStreams:
         ready = torch.cuda.current_stream(self.device).record_event()
         call.state = None
         if call.replica == mesh.replica:
-            computed = self._run(call, ready)
+            computed = self._thread.submit(self._run_as, calling_context(), call, ready).result()
             if mesh.stage == mesh.pipeline_size - 1:
                 call.state = computed
         if call.state is None:
             call.state = self._take_in(call, ready)
         call.leaves = {}
         self._unfinished.append((call.state, monotonic()))
-        while self._unfinished and self._unfinished[0][0].query():
-            self._unfinished.popleft()
+        for waiting in (self._unfinished, *self._held):
+            while waiting and waiting[0][0].query():
+                waiting.popleft()
 
     def wait(self, call: StageCall) -> None:
         if self.error is not None:
@@ -73,6 +89,7 @@ class StageStreams:
         self.links.release_waits()
 
     def close(self) -> None:
+        self._thread.shutdown(wait=False)
         if self.error is None:
             torch.cuda.synchronize(self.device)
 
@@ -80,12 +97,15 @@ class StageStreams:
         """For how long the oldest unfinished call has been in flight."""
         for event, started in list(self._unfinished):
             if not event.query():
-                return monotonic() - started
+                return float(monotonic() - started)
         return 0.0
+
+    def _run_as(self, context: Callable[[], Any], call: StageCall, ready: torch.cuda.Event) -> torch.cuda.Event:
+        with context():
+            return self._run(call, ready)
 
     def _run(self, call: StageCall, ready: torch.cuda.Event) -> torch.cuda.Event:
         links, stage = self.links, call.stage
-        _used_on(self.compute, call.leaves.values())
         with torch.cuda.stream(self.compute):
             self.compute.wait_event(ready)
             received: Sequence[torch.Tensor] = ()
@@ -106,35 +126,28 @@ class StageStreams:
                         buffer.copy_(output)
             computed = self.compute.record_event()
         leaving = call.results if is_root else list(outputs)
-        _used_on(self.compute, call.results)
-        _used_on(self.outgoing, leaving)
         with torch.cuda.stream(self.outgoing), torch.no_grad():
             self.outgoing.wait_event(computed)
             for channel in links.results_to if links.outgoing is None else [links.outgoing]:
                 channel.send(leaving, self.outgoing)
             if links.incoming is not None:
                 links.incoming.release(self.outgoing)  # what a stage passes on may lie in the slot
+            self._held[-1].append((self.outgoing.record_event(), [*call.leaves.values(), *leaving, *call.results]))
         return computed
 
     def _take_in(self, call: StageCall, ready: torch.cuda.Event) -> torch.cuda.Event:
         stream, channel = self.arrivals[call.replica], self.links.results_from[call.replica]
-        _used_on(stream, call.results)
         with torch.cuda.stream(stream), torch.no_grad():
             stream.wait_event(ready)  # the buffers' memory may still be in use there
             layouts = [(tensor.shape, tensor.dtype) for tensor in call.results]
             for buffer, arrived in zip(call.results, channel.receive(layouts, stream), strict=True):
                 buffer.copy_(arrived)
             channel.release(stream)
-            return stream.record_event()
+            arrived = stream.record_event()
+        self._held[call.replica].append((arrived, [*call.results]))
+        return arrived
 
     def _fail(self, error: BaseException) -> None:
         if self.error is None:
             self.error = error
             self.on_error(error)
-
-
-def _used_on(stream: torch.cuda.Stream, values: Iterable[Any]) -> None:
-    """Keep the memory of tensors that are freed early until the work that `stream` has now is done."""
-    for value in values:
-        if isinstance(value, torch.Tensor) and value.device.type == "cuda":
-            value.record_stream(stream)

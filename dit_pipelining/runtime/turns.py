@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from dit_pipelining.runtime.threads import Threads
+
 
 class OtherRequestFailedError(RuntimeError):
     """Another request, or the stage of this rank, failed; the cause is attached."""
@@ -54,7 +56,8 @@ class Turns:
     _ring: list[Request] = field(default_factory=list)
     _turn: Request | None = None
     _mode: "_Mode | None" = None
-    _threads: list[threading.Thread] = field(default_factory=list)
+    _threads: Threads = field(default_factory=Threads)
+    _ended: list[threading.Event] = field(default_factory=list)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def current(self) -> Request:
@@ -108,15 +111,14 @@ class Turns:
         state = random_state()
         self.error = None  # of an earlier run that failed alike on all ranks
         self._mode = _Mode.current(state)
-        self._threads = []
+        self._ended = []
         for _ in range(min(in_flight or len(functions), len(functions))):
             start_next()
         with self._lock:
             self._give_turn(self._ring[0])
         position = 0
-        while position < len(self._threads):  # threads are added while others run
-            self._threads[position].join(0.2)
-            position += not self._threads[position].is_alive()
+        while position < len(self._ended):  # requests are added while others run
+            position += self._ended[position].wait(0.2)  # short, so that Ctrl-C is noticed
         set_random_state(state)
         self._turn = None
         if self.error is not None:
@@ -129,13 +131,9 @@ class Turns:
         assert mode is not None  # `run` runs
         request = Request(index, random_state=mode.random_state, wake=threading.Condition(self._lock))
         run = contextvars.copy_context().run
-        thread = threading.Thread(
-            target=run, args=(self._run, request, function, mode), name=f"request {index}", daemon=True
-        )
         with self._lock:
             self._ring.append(request)
-        self._threads.append(thread)
-        thread.start()
+        self._ended.append(self._threads.start(lambda: run(self._run, request, function, mode)))
         return request
 
     @property

@@ -76,6 +76,7 @@ class StageWorker:
         self.error: BaseException | None = None
         self._jobs: queue.SimpleQueue[StageCall | threading.Event | None] = queue.SimpleQueue()
         self._sends: deque[tuple[Work, torch.Tensor]] = deque()
+        self._ran: threading.Event | None = None
         self._thread = threading.Thread(target=self._work, name="stage", daemon=True)
         self._thread.start()
 
@@ -127,25 +128,31 @@ class StageWorker:
 
     def _work(self) -> None:
         with torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
-            following: StageCall | threading.Event | None = None
-            have = False
-            while True:
-                job = following if have else self._jobs.get()
-                following, have = None, False
-                if job is None:
-                    break
+            job = self._jobs.get()
+            while job is not None:
+                following: StageCall | threading.Event | None = None
+                have = False
                 if isinstance(job, threading.Event):
                     job.set()
-                    continue
-                self._post_receives(job)
-                with suppress(queue.Empty):
-                    following, have = self._jobs.get_nowait(), True
-                if isinstance(following, StageCall):
-                    self._post_receives(following)
-                self._run(job)
-                del job
+                else:
+                    self._post_receives(job)
+                    with suppress(queue.Empty):
+                        following, have = self._jobs.get_nowait(), True
+                    if isinstance(following, StageCall):
+                        self._post_receives(following)
+                    self._run(job)
+                if not have:
+                    self._tell_done()
+                job = following if have else self._jobs.get()
+            self._tell_done()
             while self._sends and self.error is None:
                 self._sends.popleft()[0].wait()
+
+    def _tell_done(self) -> None:
+        """Let go of the call that has run last, and wake the one that waits for it."""
+        if self._ran is not None:
+            self._ran.set()
+            self._ran = None
 
     def _post_receives(self, call: StageCall) -> None:
         progress: _Progress = call.state
@@ -163,6 +170,7 @@ class StageWorker:
         try:
             if self.error is not None:
                 raise StageFailedError("an earlier call failed on this rank") from self.error
+            self._tell_done()  # not earlier: whoever wakes up would take the interpreter from the next call's preparation
             for work in progress.receives or ():
                 work.wait()
             if progress.ready is not None:
@@ -177,7 +185,8 @@ class StageWorker:
             self._fail(progress, error)
         finally:
             call.leaves, progress.buffers, progress.receives = {}, [], []
-            progress.done.set()
+            self._tell_done()
+            self._ran = progress.done
 
     def _pass_on(self, call: StageCall, outputs: Sequence[torch.Tensor]) -> None:
         index, links = call.stage.stage_index, call.state.links

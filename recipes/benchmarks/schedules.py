@@ -245,7 +245,7 @@ def measure(jobs: list[Job]) -> list[dict[str, Any]]:
 
 
 def row(job: Job, elapsed: float, parts: Parts) -> dict[str, Any]:
-    share = job.requests * job.steps * job.calls * job.seconds / job.replicas / elapsed
+    share = job.requests * job.steps * job.calls * max(parts.stages) / job.replicas / elapsed
     predicted = predict(job, parts)
     names = dict(schedule=job.schedule, stages=job.stages, replicas=job.replicas, requests=job.requests)
     figures = dict(seconds=round(elapsed, 3), share_of_ideal=round(share, 3))

@@ -167,6 +167,7 @@ def played(machine: Machine) -> Iterator[None]:
         current_stream=lambda _: FakeStream(machine),
         stream=lambda _: torch.no_grad(),
         synchronize=lambda _: None,
+        is_available=lambda: False,
     )
     fake = SimpleNamespace(cuda=cuda, Tensor=torch.Tensor, no_grad=torch.no_grad)
     with pytest.MonkeyPatch.context() as patch:
@@ -204,6 +205,7 @@ def program(machine: Machine, mesh: Mesh, plan: list[tuple[int, int]], window: i
         waiting.append((number + delay, call))
     for _, call in waiting:
         runner.wait(call)
+    runner.close()
 
 
 @settings(deadline=None, max_examples=150)

@@ -169,6 +169,9 @@ def with_a_second_pipeline(folder: Path, layout: str | None) -> dict[str, torch.
     return seen
 
 
+CUT_BATCH = 1e-3
+"""Where the batch of a guided step is cut over replicas: kernels add up in another order for another batch."""
+
 SESSIONS = {
     "single files": ("flux", with_single_files),
     "two pipelines": ("flux", with_a_second_pipeline),
@@ -189,5 +192,7 @@ def test_each_image_of_a_session_is_that_of_one_process(
     [expected] = ranks.run(1, session, folder, None)
     images = list(expected.values())
     assert any(not torch.equal(images[0], other) for other in images[1:])
+    tolerance = CUT_BATCH if layout == "pp2-cfg2" and name == "skipped layers" else 0.0
     for results in ranks.run(4 if layout == "pp2-cfg2" else 2, session, folder, layout):
-        assert [key for key, image in expected.items() if not torch.equal(results[key], image)] == []
+        for key, image in expected.items():
+            torch.testing.assert_close(results[key], image, rtol=tolerance, atol=tolerance, msg=f"{key} differs")
