@@ -35,9 +35,17 @@ from random_models import random_transformer
 from reporting import show, write
 
 from dit_pipelining import ParallelConfig, generate, parallelize
+from dit_pipelining.capture.graph import value_bytes
+from dit_pipelining.costs.devices import find_device
 from dit_pipelining.costs.model_costs import model_costs
 from dit_pipelining.lowering.clock import StageClock
+from dit_pipelining.lowering.split import SplitModel
+from dit_pipelining.planning.components import Components
+from dit_pipelining.planning.forecast import transfer_seconds
+from dit_pipelining.planning.memory import rank_memory
 from dit_pipelining.planning.presets import preset
+from dit_pipelining.planning.simulation import simulate
+from dit_pipelining.planning.timeline import Workload as Simulated
 from dit_pipelining.runtime.attach import split_of
 from partitioners import RankSpec
 
@@ -238,17 +246,21 @@ def measure(
             per_call = gathered(clock.seconds_per_call())
             own_calls = count * workload.steps * calls / layout.replicas
             facts |= dict(stage_seconds=per_call, busy=[own * own_calls / seconds for own in per_call])
+            load = simulated(split, workload, layout, count, calls, per_call)
+            predicted = simulate(load).makespan
+            facts |= dict(predicted_ms_per_step=1000 * predicted / workload.steps / count)
+            facts |= dict(predicted_bytes=[own.total for own in rank_memory([(split, 1)], load, Components())])
             facts["equal"] = bool(torch.equal(results[0][0], expected[guided]))
             add("rolling", guided, count, seconds, share, layout.replicas, **facts)
-    if name == "flux" and layout.replicas == 1 and layout.transport == "auto":
-        del pipeline, split
-        torch.cuda.empty_cache()
-        measure_gpipe(workload, layout, device, add)
     peaks: list[Any] = [None] * layout.ranks
     dist.all_gather_object(peaks, torch.cuda.max_memory_allocated(device))
     for row in rows:
         if row["workload"] == name:
             row.update(peak_bytes=peaks, single_peak_bytes=whole)
+    if name == "flux" and layout.replicas == 1 and layout.transport == "auto":
+        del pipeline, split
+        torch.cuda.empty_cache()
+        measure_gpipe(workload, layout, device, add)
 
 
 def measure_gpipe(workload: Workload, layout: Layout, device: torch.device, add: Callable[..., None]) -> None:
@@ -324,6 +336,25 @@ def gathered(seconds: float | None) -> list[float]:
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, seconds or 0.0)
     return every
+
+
+def simulated(
+    split: SplitModel, workload: Workload, layout: Layout, requests: int, calls: int, stage_seconds: list[float]
+) -> Simulated:
+    """What the simulation behind `dit-pipelining show` is told: measured stages, the data sheet's NVLink."""
+    link = find_device("h200").link("nvlink")
+    results = [value_bytes(node) for node in split.graph.output_nodes]
+    return Simulated(
+        stage_seconds=tuple(stage_seconds[: layout.stages]),
+        transfer_seconds=tuple(
+            transfer_seconds(link, [own.bytes for own in crossing]) for crossing in split.boundaries
+        ),
+        result_seconds=transfer_seconds(link, results),
+        requests=requests,
+        steps=workload.steps,
+        calls_per_step=calls,
+        replicas=layout.replicas,
+    )
 
 
 def largest_share(split: Any) -> float:
@@ -402,6 +433,7 @@ def main() -> None:
                 "one GPU": f"{row['single_ms_per_step']:.1f}",
                 "speed-up": f"{row['speedup']:.2f}",
                 "share": f"{row['share']:.3f}",
+                "predicted ms/step": f"{row['predicted_ms_per_step']:.1f}" if "predicted_ms_per_step" in row else "",
                 "busy": " ".join(f"{own:.2f}" for own in row.get("busy", [])),
                 "equal": str(row.get("equal", "")),
             }
