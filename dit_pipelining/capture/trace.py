@@ -598,6 +598,8 @@ def trace(
             except WritesIntoInputError as error:
                 copied |= {error.path}
                 _refuse_aliases(model, inputs, error.path)
+            finally:
+                tracer.originals.clear()  # it and its values know each other: the weights would live until a collection
 
 
 def _refuse_aliases(model: nn.Module, inputs: CallInputs, path: str) -> None:

@@ -31,7 +31,7 @@ def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     """
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
-        torch.cuda.current_stream()  # initialises CUDA
+        torch.cuda.current_stream().query()  # a thread that has not used CUDA yet has no context for the driver's functions
         _check("cuStreamCreateWithPriority", ctypes.byref(handle), ctypes.c_uint(NON_BLOCKING), ctypes.c_int(priority))
     return torch.cuda.ExternalStream(handle.value or 0, device=device)
 

@@ -6,6 +6,11 @@ anything of a later call. Receives, stages and sends are the worker's, so each l
 the result is posted by the rank that gives it from the worker, and by the others from the thread that submits. The receive
 of call k + 1 is posted before stage k runs, so that data travels during the computation; with that, two calls' buffers
 exist at a time.
+
+[Note: first calls over NCCL]
+NCCL's kernels wait on the GPU for the other rank. What torch prepares when a stage runs for the first time (cuBLAS handles,
+workspaces, kernels that are loaded) waits for all kernels of the GPU, those included; if the other rank does so as well,
+neither gets on. So before the first call of a graph all ranks finish what is in flight, and run the stage once by itself.
 """
 
 import queue
@@ -18,6 +23,7 @@ from typing import Any
 
 import torch
 
+from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.comm.links import ReplicaLinks, Work
 from dit_pipelining.runtime.calls import StageCall, StageFailedError, calling_context
 
@@ -74,7 +80,8 @@ class StageWorker:
         self.on_error = on_error
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.error: BaseException | None = None
-        self._jobs: queue.SimpleQueue[StageCall | threading.Event | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[StageCall | Callable[[], None] | None] = queue.SimpleQueue()
+        self._prepared: set[BlockGraph] = set()
         self._sends: deque[tuple[Work, torch.Tensor]] = deque()
         self._ran: threading.Event | None = None
         self._thread = threading.Thread(target=self._work, name="stage", daemon=True)
@@ -84,6 +91,9 @@ class StageWorker:
         if self.error is not None:
             raise StageFailedError("a stage failed on this rank; nothing can go on") from self.error
         links = self.links[call.replica]
+        tensors_only = all(isinstance(leaf, torch.Tensor) for leaf in call.leaves.values())  # a cache would be filled
+        if links.backend == "nccl" and tensors_only and call.graph not in self._prepared:
+            self._prepare(call)
         call.state = progress = _Progress(links, calling_context())
         if links.root != self.rank:
             progress.shared = links.share(call.results)
@@ -109,9 +119,7 @@ class StageWorker:
 
     def drain(self) -> None:
         """Wait until everything submitted has run."""
-        done = threading.Event()
-        self._jobs.put(done)
-        done.wait()
+        self._run_between(lambda: None)
 
     def stop(self, error: BaseException) -> None:
         self.error = self.error or error  # its groups' waits are ended with those of all groups
@@ -126,14 +134,49 @@ class StageWorker:
         if self.error is None and threading.current_thread() is not self._thread:
             self._thread.join(SECONDS_TO_LEAVE)
 
+    def _run_between(self, function: Callable[[], None]) -> None:
+        """Run a function in the worker's thread after everything submitted, and wait for it."""
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                function()
+            finally:
+                done.set()
+
+        self._jobs.put(run)
+        done.wait()
+
+    def _prepare(self, call: StageCall) -> None:
+        """See [Note: first calls over NCCL]."""
+        self._prepared.add(call.graph)
+        context = calling_context()
+
+        def run() -> None:
+            received = [
+                torch.zeros(value.wire_shape, dtype=value.dtype, device=self.device)
+                for value in call.stage.received(call.graph)
+            ]
+            torch.cuda.synchronize(self.device)
+            with (
+                context(),
+                torch.random.fork_rng([self.device]),
+                suppress(Exception),
+            ):  # it raises again in the call itself
+                call.stage.run(call.graph, received, call.leaves)
+            torch.cuda.synchronize(self.device)
+
+        torch.cuda.synchronize(self.device)
+        self._run_between(run)
+
     def _work(self) -> None:
         with torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
             job = self._jobs.get()
             while job is not None:
-                following: StageCall | threading.Event | None = None
+                following: StageCall | Callable[[], None] | None = None
                 have = False
-                if isinstance(job, threading.Event):
-                    job.set()
+                if not isinstance(job, StageCall):
+                    job()
                 else:
                     self._post_receives(job)
                     with suppress(queue.Empty):
