@@ -31,9 +31,21 @@ def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     """
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
-        torch.cuda.current_stream().query()  # a thread that has not used CUDA yet has no context for the driver's functions
+        torch.cuda.current_stream()  # initialises CUDA
         _check("cuStreamCreateWithPriority", ctypes.byref(handle), ctypes.c_uint(NON_BLOCKING), ctypes.c_int(priority))
     return torch.cuda.ExternalStream(handle.value or 0, device=device)
+
+
+def current_context() -> ctypes.c_void_p:
+    """The driver's context of this thread."""
+    context = ctypes.c_void_p()
+    _check("cuCtxGetCurrent", ctypes.byref(context))
+    return context
+
+
+def enter_context(context: ctypes.c_void_p) -> None:
+    """Make a context this thread's: one that has not used CUDA yet has none, and then the functions here fail."""
+    _check("cuCtxSetCurrent", context)
 
 
 def wait_value(stream: torch.cuda.Stream, address: int, value: int) -> None:

@@ -40,6 +40,9 @@ BEAT_SECONDS = 0.5
 DEAD_SECONDS = 30.0
 SUSPECTED_DEAD_SECONDS = 3.0
 AGREEMENT_SECONDS = 10.0
+WAKING_SECONDS = 5.0
+"""How long those are waited for that end the waits of this rank after a failure."""
+
 GRACE_SECONDS = 5.0
 
 LOST_BEATS = 3
@@ -232,8 +235,13 @@ class Guard:
                 self.error = RemoteRankError(str(failure))
             self.failure = failure
         self._failed.set()
-        for wake in _alive(self._on_failure):
-            wake(self.error)
+        # Each in a thread: one that is held up, by a driver whose GPU is stuck, must not keep this rank from ending.
+        waking = [threading.Thread(target=wake, args=(self.error,), daemon=True) for wake in _alive(self._on_failure)]
+        for thread in waking:
+            thread.start()
+        deadline = time.monotonic() + WAKING_SECONDS
+        for thread in waking:
+            thread.join(max(0.0, deadline - time.monotonic()))
         if self._is_current():
             wake_group_waiters()
 

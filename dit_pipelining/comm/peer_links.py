@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from dit_pipelining.comm.cuda_streams import new_stream, wait_value, write_value
+from dit_pipelining.comm.cuda_streams import current_context, enter_context, new_stream, wait_value, write_value
 from dit_pipelining.comm.mesh import Mesh
 from dit_pipelining.comm.peer_memory import PeerMemory
 
@@ -112,6 +112,9 @@ class PeerLinks:
         self.hop_bytes = 0
         self.result_bytes = 0
         self.memory: PeerMemory | None = None
+        # Made now: when it is needed, another thread waits for the GPU, and the driver may make no streams meanwhile.
+        self._releasing = new_stream(device, priority=-1)
+        self._context = current_context()
         self.incoming: Channel | None = None
         self.outgoing: Channel | None = None
         self.results_from: dict[int, Channel] = {}
@@ -133,10 +136,11 @@ class PeerLinks:
         self._connect(self.memory, counters)
 
     def release_waits(self) -> None:
-        """Let every wait of this rank's streams end, after an error; the data they wait for never comes."""
+        """Let every wait of this rank's streams end, after an error; the data they wait for never comes. Any thread may."""
         if self.memory is None:
             return
-        stream = new_stream(self.device, priority=-1)
+        stream = self._releasing
+        enter_context(self._context)
         arrivals = [channel for channel in (self.incoming, *self.results_from.values()) if channel]
         for channel in arrivals:
             write_value(stream, self.memory.address(self.mesh.rank, channel.arrived), channel.count + RELEASED)

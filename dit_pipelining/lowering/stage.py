@@ -166,6 +166,10 @@ class StageModule(nn.Module):
         """What the stage before sends for this graph."""
         return self.programs[id(graph)].received
 
+    def sent(self, graph: BlockGraph) -> tuple[BoundaryValue, ...]:
+        """What goes to the next stage for this graph."""
+        return self.programs[id(graph)].sent
+
     def messages(self, graph: BlockGraph) -> tuple[tuple[int, ...], ...]:
         """Bytes of the tensors that cross each boundary of the pipeline for this graph."""
         return self.programs[id(graph)].messages

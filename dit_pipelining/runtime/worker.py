@@ -10,7 +10,8 @@ exist at a time.
 [Note: first calls over NCCL]
 NCCL's kernels wait on the GPU for the other rank. What torch prepares when a stage runs for the first time (cuBLAS handles,
 workspaces, kernels that are loaded) waits for all kernels of the GPU, those included; if the other rank does so as well,
-neither gets on. So before the first call of a graph all ranks finish what is in flight, and run the stage once by itself.
+neither gets on. NCCL itself joins ranks for a size of message when the first one is sent, which waits on the host. So before
+the first call of a graph all ranks finish what is in flight, run the stage once by itself, and send one message each way.
 """
 
 import queue
@@ -91,16 +92,15 @@ class StageWorker:
         if self.error is not None:
             raise StageFailedError("a stage failed on this rank; nothing can go on") from self.error
         links = self.links[call.replica]
-        tensors_only = all(isinstance(leaf, torch.Tensor) for leaf in call.leaves.values())  # a cache would be filled
-        if links.backend == "nccl" and tensors_only and call.graph not in self._prepared:
+        if links.backend == "nccl" and call.graph not in self._prepared:
             self._prepare(call)
         call.state = progress = _Progress(links, calling_context())
-        if links.root != self.rank:
-            progress.shared = links.share(call.results)
         if self.rank in links.ranks:
             if self.stream is not None:
                 progress.ready = torch.cuda.current_stream(self.device).record_event()
             self._jobs.put(call)
+        if links.root != self.rank:
+            progress.shared = links.share(call.results)
 
     def wait(self, call: StageCall) -> None:
         progress: _Progress = call.state
@@ -150,23 +150,30 @@ class StageWorker:
     def _prepare(self, call: StageCall) -> None:
         """See [Note: first calls over NCCL]."""
         self._prepared.add(call.graph)
-        context = calling_context()
+        torch.cuda.synchronize(self.device)
+        stage, context = call.stage, calling_context()
+
+        def blank(values: Sequence[Any]) -> list[torch.Tensor]:
+            return [torch.zeros(value.wire_shape, dtype=value.dtype, device=self.device) for value in values]
 
         def run() -> None:
-            received = [
-                torch.zeros(value.wire_shape, dtype=value.dtype, device=self.device)
-                for value in call.stage.received(call.graph)
-            ]
+            received = blank(stage.received(call.graph))
+            if all(isinstance(leaf, torch.Tensor) for leaf in call.leaves.values()):  # a cache would be filled
+                with (
+                    context(),
+                    torch.random.fork_rng([self.device]),
+                    suppress(Exception),
+                ):  # the call itself raises it too
+                    stage.run(call.graph, received, call.leaves)
             torch.cuda.synchronize(self.device)
-            with (
-                context(),
-                torch.random.fork_rng([self.device]),
-                suppress(Exception),
-            ):  # it raises again in the call itself
-                call.stage.run(call.graph, received, call.leaves)
+            own = next(links for links in self.links if self.rank in links.ranks)
+            works = own.receive(stage.stage_index, received) if stage.stage_index else []
+            works += own.send(stage.stage_index, blank(stage.sent(call.graph))) if own.root != self.rank else []
+            works += [work for links in self.links for work in links.share([torch.zeros_like(r) for r in call.results])]
+            for work in works:
+                work.wait()
             torch.cuda.synchronize(self.device)
 
-        torch.cuda.synchronize(self.device)
         self._run_between(run)
 
     def _work(self) -> None:

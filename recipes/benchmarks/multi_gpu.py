@@ -14,6 +14,7 @@ and draining once. ScheduleGPipe drains at every step: M / (M + S - 1). Replicas
 """
 
 import argparse
+import faulthandler
 import json
 import os
 import re
@@ -363,7 +364,8 @@ def largest_share(split: Any) -> float:
     return float(max(seconds) / sum(seconds))
 
 
-def rank_main(rank: int, layout: Layout, names: list[str], port: int, folder: str) -> None:
+def rank_main(rank: int, layout: Layout, names: list[str], port: int, folder: str, seconds: float) -> None:
+    faulthandler.dump_traceback_later(seconds / 2)  # says where a rank that is not done hangs
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CUDA_DEVICE_MAX_CONNECTIONS="32")
     device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -379,7 +381,8 @@ def rank_main(rank: int, layout: Layout, names: list[str], port: int, folder: st
             torch.cuda.empty_cache()
             if rank == 0:
                 Path(folder, "rows.json").write_text(json.dumps(rows))
-    dist.barrier()
+    if "kill" not in names:
+        dist.barrier()
     os._exit(0)  # without the destruction of groups, which waits for communicators that nobody uses any more
 
 
@@ -391,7 +394,8 @@ def launch(layout: Layout, names: list[str], seconds: float) -> list[dict[str, A
         port = probe.getsockname()[1]
         probe.close()
         ranks = [
-            context.Process(target=rank_main, args=(rank, layout, names, port, folder)) for rank in range(layout.ranks)
+            context.Process(target=rank_main, args=(rank, layout, names, port, folder, seconds))
+            for rank in range(layout.ranks)
         ]
         for process in ranks:
             process.start()
@@ -420,6 +424,8 @@ def main() -> None:
         names = [name for name in args.workloads if layout.ulysses == 1 or name not in TRIALS]
         rows += launch(layout, names, args.seconds)
         write(args.json, {"card": card, "rows": rows})
+    if not any("share" in row for row in rows):
+        return
     show(
         card,
         [
