@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import diffusers
+import torch.distributed as dist
 from torch import nn
 
 from dit_pipelining.capture.blocks import find_blocks
@@ -13,6 +15,7 @@ from dit_pipelining.capture.graph import CaptureCache
 from dit_pipelining.capture.hooks import refuse_hooks
 from dit_pipelining.capture.signature import bind
 from dit_pipelining.comm.launch import Launch, launched_rank
+from dit_pipelining.comm.mesh import layout_of, new_group
 from dit_pipelining.comm.processes import launch
 from dit_pipelining.config import ParallelConfig, check_partitioner, check_positive, early_counts_check
 from dit_pipelining.config_sources import load_config
@@ -206,7 +209,11 @@ def _load(
     on_disk = components_in_folder(folder, index, given=components)
     owners = _owners(config, {**on_disk, **components_in_memory(components)})
     device = launch.join()
-    loaded = load_on_owners(folder, index, {name: owners[name] for name in on_disk if name in owners}, options)
+    mesh = layout_of(config).mesh(dist.get_rank())
+    stored = {name: mesh.line[owners[name]] for name in on_disk if name in owners}
+    loaded = load_on_owners(
+        folder, index, stored, options, new_group(mesh.line, timedelta(seconds=config.timeout_seconds))
+    )
     with without_components(folder, [*models, *components, *loaded]) as rest:
         pipeline = pipeline_class.from_pretrained(rest, **{**options, **models, **loaded})  # type: ignore[attr-defined]
         name_sources(pipeline, source, folder, loaded_from=rest)
@@ -249,7 +256,7 @@ def parallelize(pipeline: Any, config: ParallelConfig) -> Any:
 
 def _owners(config: ParallelConfig, components: Mapping[str, ComponentSize]) -> dict[str, int]:
     config.check_component_ranks(components)
-    return place_components(components, config.world_size, config.shown_on(), config.component_ranks)
+    return place_components(components, config.line_size, config.shown_on(), config.component_ranks)
 
 
 def _check_splits(config: ParallelConfig, models: Mapping[str, nn.Module]) -> None:
@@ -283,8 +290,12 @@ def generate(
             returns is kept in place of the output, so that long lists need not stay in memory. The other requests go on
             when it returns: leave slow work, such as writing a video, to a thread.
 
+    With `data_parallel_size` n, copy k of the pipeline runs requests k, k + n, k + 2n, ...; `on_output` is called on the ranks
+    of that copy, and the results are exchanged when all are done.
+
     Returns:
-        what each call returns, in order; bit for bit what it returns alone. With `on_output`, what that returned.
+        what each call returns, in order, on every rank; bit for bit what it returns alone. With `on_output`, what that
+        returned.
 
     Raises:
         InputError: a request is no dict, or the ranks were given different requests.
@@ -319,7 +330,12 @@ def serve(pipeline: Any, *, max_in_flight: int | None = None, max_waiting: int =
         if number is not None:
             check_positive(name, number)
     rolling = rolling_of(pipeline)
-    ranks = rolling.mesh.world_size if rolling is not None else 1
+    ranks = rolling.mesh.size if rolling is not None else 1
+    if rolling is not None and ranks < dist.get_world_size():
+        raise ConfigError(
+            f"a queue of requests runs on one line of {ranks} ranks (pipeline_parallel_size x cfg_parallel_size), but "
+            f"{dist.get_world_size()} were launched: use generate(), or leave the other sizes at 1."
+        )
     queue = RequestQueue(pipeline, rolling, max_in_flight or 2 * ranks, max_waiting)
     try:
         yield queue

@@ -20,6 +20,16 @@ from partitioners.errors import ARGUMENT
 from partitioners.explicit import ENVIRONMENT
 from partitioners.partition import check_counts
 
+DEGREES = (
+    "data_parallel_size",
+    "cfg_parallel_size",
+    "pipeline_parallel_size",
+    "ring_degree",
+    "ulysses_degree",
+    "tensor_parallel_size",
+)
+"""Dimensions over which the ranks are laid out, the one that talks most last."""
+
 SCHEDULES = ("rolling", "gpipe")
 COMPILE_MODES = (None, "blocks", "blocks-cudagraphs")
 TRANSPORTS = ("auto", "peer", "nccl", "host")
@@ -50,6 +60,10 @@ class ParallelConfig:
             keeps the batch whole and every bit of the result; kernels can round a smaller batch differently.
         cfg_parallel_size: number of replicas of the pipeline, over which the calls of a step (the branches of guidance)
             and the requests of `generate` are spread. A batch with both branches in it is cut over them.
+        data_parallel_size: number of copies of all this, over which the requests of `generate` are spread.
+        tensor_parallel_size: ranks over which heads and feed-forward widths of each block are split.
+        ulysses_degree, ring_degree: ranks over which the tokens of each call are split: by exchanging heads for tokens
+            around attention (Ulysses), by passing keys and values around (ring), or both.
         schedule: `"rolling"`: a call returns at once with a result that is waited for when it is used, so that both
             branches of a step, and several requests, are in flight. `"gpipe"`: torch's ScheduleGPipe over the microbatches
             of each call, which runs it to its end.
@@ -57,16 +71,17 @@ class ParallelConfig:
             `"blocks-cudagraphs"`: a stage's work is replayed as a CUDA graph too, for sizes where launching kernels takes
             longer than running them.
         transport: how data moves between the ranks. `"auto"`: `"peer"` where each rank has a GPU of its own on one host
-            (copy engines, ordered by the GPUs themselves), `"nccl"` across hosts, `"host"` on CPUs and for ranks that
-            share a GPU (gloo, through host memory).
+            (copy engines, ordered by the GPUs themselves), else `"host"` (gloo, through host memory): on CPUs, for ranks
+            that share a GPU, and across hosts. `"nccl"` is there to be tried; it has not been seen to run.
         vae_placement: `"inline"`: the rank that holds the VAE also runs blocks; `"shared"`: it is a rank of its own, without
             blocks.
         rebalance: measure how long the stages take, and between two calls of the pipeline move blocks to other ranks where
             that makes the slowest stage faster. Results stay the same bit for bit.
         timeout_seconds: how long a rank waits for another before the run ends with an error.
         component_ranks: the rank that holds a text encoder, image encoder or VAE, by component name, for example
-            `{"vae": 0}`; `"all"`: every rank holds it and runs it. Default: encoders on the first rank, spread out where
-            they are large, VAEs on the last rank that returns results.
+            `{"vae": 0}`; `"all"`: every rank holds it and runs it. Ranks are counted within the pipeline_parallel_size x
+            cfg_parallel_size that run a call together. Default: encoders on the first rank, spread out where they are large,
+            VAEs on the last rank that returns results.
         output_ranks: ranks that return what the pipeline makes; the others return the same class of output with None in
             place of the data, and never hold decoded pixels. For example `[0]`.
 
@@ -84,6 +99,10 @@ class ParallelConfig:
     blocks: Sequence[str] | None = None
     microbatches: int = 1
     cfg_parallel_size: int = 1
+    data_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    ulysses_degree: int = 1
+    ring_degree: int = 1
     schedule: str = "rolling"
     compile: str | None = None
     transport: str = "auto"
@@ -94,7 +113,7 @@ class ParallelConfig:
     output_ranks: Literal["all"] | Sequence[int] = "all"
 
     def __post_init__(self) -> None:
-        for name in ("pipeline_parallel_size", "cfg_parallel_size", "microbatches"):
+        for name in (*DEGREES, "microbatches"):
             check_positive(name, getattr(self, name))
         check_partitioner(self.partitioner)
         choices = (
@@ -132,7 +151,7 @@ class ParallelConfig:
 
     def shown_on(self) -> tuple[int, ...]:
         """The ranks that return what the pipeline makes, in order."""
-        return tuple(range(self.world_size)) if self.output_ranks == "all" else tuple(sorted(set(self.output_ranks)))
+        return tuple(range(self.line_size)) if self.output_ranks == "all" else tuple(sorted(set(self.output_ranks)))
 
     def _check_ranks(self) -> None:
         places: Mapping[str, Any] = self.component_ranks or {}
@@ -149,8 +168,8 @@ class ParallelConfig:
             self._check_rank("output_ranks", rank, "")
 
     def _check_rank(self, name: str, rank: object, otherwise: str) -> None:
-        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.world_size:
-            raise ConfigError(f"{name}: {rank!r} is no rank; expected 0 to {self.world_size - 1}{otherwise}.")
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.line_size:
+            raise ConfigError(f"{name}: {rank!r} is no rank; expected 0 to {self.line_size - 1}{otherwise}.")
 
     def check_world_size(self, world_size: int) -> None:
         """Compare the number of launched processes with the degrees.
@@ -159,15 +178,26 @@ class ParallelConfig:
             WorldSizeError: they do not match.
         """
         if world_size != self.world_size:
+            always = ("pipeline_parallel_size", "cfg_parallel_size")
+            sizes = {name: getattr(self, name) for name in DEGREES}
+            spelt = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1 or name in always)
+            copies, rest = divmod(world_size, self.world_size // self.data_parallel_size)
+            hint = f", or use data_parallel_size={copies} for copies that share the requests" * (
+                copies > 1 and not rest
+            )
             raise WorldSizeError(
-                f"{world_size} processes were launched, but pipeline_parallel_size={self.pipeline_parallel_size} x "
-                f"cfg_parallel_size={self.cfg_parallel_size} needs {self.world_size}. Launch with `torchrun "
-                f"--nproc-per-node {self.world_size}` or change the sizes."
+                f"{world_size} processes were launched, but {spelt} needs {self.world_size}. Launch with `torchrun "
+                f"--nproc-per-node {self.world_size}` or change the sizes{hint}."
             )
 
     @property
     def world_size(self) -> int:
         """The number of processes the degrees need."""
+        return math.prod(getattr(self, name) for name in DEGREES)
+
+    @property
+    def line_size(self) -> int:
+        """The number of ranks that run a call together, each a stage of a replica."""
         return self.pipeline_parallel_size * self.cfg_parallel_size
 
     def counts_for(self, component: str) -> str | Sequence[int] | None:

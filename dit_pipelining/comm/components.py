@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from dit_pipelining.comm.host_memory import start_receive, start_send
 from dit_pipelining.comm.links import Work, group_options
+from dit_pipelining.comm.mesh import new_group
 from dit_pipelining.comm.packing import Part
 
 
@@ -30,7 +31,7 @@ class Audience:
 
     Attributes:
         ranks: in order.
-        host: a gloo group; None where the owner is alone.
+        host: a gloo group; None where the owner is alone, and on ranks that do not belong to it.
         device: an NCCL group for tensors on GPUs; None where they go through host memory.
     """
 
@@ -45,7 +46,7 @@ class OwnerLinks:
 
     Attributes:
         owner: the rank that computes.
-        everyone: all ranks; headers go to all of them.
+        everyone: all ranks of the line; headers go to all of them.
         outputs: the owner and those ranks that return what the pipeline made.
         device: of this rank.
     """
@@ -97,23 +98,28 @@ class OwnerLinks:
 
 
 def make_owner_links(
-    owners: Sequence[int], output_ranks: Sequence[int], device: torch.device, timeout: timedelta, transport: str
+    line: Sequence[int],
+    owners: Sequence[int],
+    output_ranks: Sequence[int],
+    device: torch.device,
+    timeout: timedelta,
+    transport: str,
 ) -> dict[int, OwnerLinks]:
-    """Make the groups of all owners; every rank calls this with the same arguments.
+    """Make the groups of all owners; every rank of a line calls this with the same arguments.
 
     Args:
+        line: all ranks that run the pipeline together; these ranks and the others are those of the launch.
         owners: ranks that own components.
         output_ranks: ranks that return what the pipeline made.
         device: of this rank.
         timeout: of the groups.
         transport: how data moves between the ranks, from `choose_transport`.
     """
-    world = range(dist.get_world_size())
     links = {}
     for owner in sorted(set(owners)):
-        everyone = _audience(world, timeout, transport)
+        everyone = _audience(line, timeout, transport)
         members = sorted({owner, *output_ranks})
-        outputs = everyone if members == list(world) else _audience(members, timeout, transport)
+        outputs = everyone if members == list(line) else _audience(members, timeout, transport)
         links[owner] = OwnerLinks(owner, everyone, outputs, device)
         for audience in (everyone, outputs):
             if audience.device is not None and dist.get_rank() in audience.ranks:
@@ -125,8 +131,10 @@ def make_owner_links(
 def _audience(ranks: Sequence[int], timeout: timedelta, transport: str) -> Audience:
     if len(ranks) == 1:
         return Audience(tuple(ranks), None, None)
-    host = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+    if dist.get_rank() not in ranks:
+        return Audience(tuple(ranks), None, None)
+    host = new_group(tuple(ranks), timeout)
     device = None
     if transport != "host":
-        device = dist.new_group(list(ranks), timeout=timeout, backend="nccl", pg_options=group_options("nccl"))
+        device = new_group(tuple(ranks), timeout, "nccl", group_options("nccl"))
     return Audience(tuple(ranks), host, device)

@@ -1,10 +1,10 @@
 """Process groups between stages, and from the last stage to everyone.
 
 [Note: groups]
-There is one group of two ranks for each directed link between neighbouring stages, and one group of all ranks for the
-results of each replica. All are made by all ranks in one order. A rank posts receives of a link from one thread and sends
-of the next link from another, never both on one group: on NCCL, sends and receives of one group run one after the other,
-so a receive that waits would hold up a send that the other side waits for (seen on two GPUs: it hangs).
+There is one group of two ranks for each directed link between neighbouring stages, and one group of all ranks of the line
+for the results of each replica. All make theirs in one order. A rank posts receives of a link from one thread and sends of
+the next link from another, never both on one group: on NCCL, sends and receives of one group run one after the other, so a
+receive that waits would hold up a send that the other side waits for (seen on two GPUs: it hangs).
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dit_pipelining.comm.host_memory import Post, Transfer, start_receive, start_send
-from dit_pipelining.comm.mesh import Mesh
+from dit_pipelining.comm.mesh import Mesh, new_group
 
 Work = dist.Work | Transfer
 """A transfer on its way: `wait` makes its data usable on the current stream."""
@@ -74,13 +74,13 @@ def make_links(mesh: Mesh, timeout: timedelta, device: torch.device, backend: st
     """Make the groups of all replicas and warm each up with a real transfer; every rank of the mesh calls this."""
 
     def group(ranks: Sequence[int]) -> dist.ProcessGroup:
-        return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=group_options(backend))
+        return new_group(list(ranks), timeout, backend, group_options(backend))
 
     links = []
     for replica in range(mesh.replicas):
-        ranks = mesh.ranks_of(replica)
+        ranks = mesh.world_ranks_of(replica)
         hops = tuple(group([one, other]) for one, other in pairwise(ranks))
-        links.append(ReplicaLinks(tuple(ranks), hops, group(range(mesh.world_size)), backend))
+        links.append(ReplicaLinks(tuple(ranks), hops, group(mesh.line), backend))
     for replica, own in enumerate(links):
         probe = torch.zeros(1, device=device)
         if replica == mesh.replica:

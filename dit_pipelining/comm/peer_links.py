@@ -129,7 +129,7 @@ class PeerLinks:
         dist.barrier(group=self.group)  # nobody uses the old slots any more
         self._drop()
         mesh = self.mesh
-        counters = _aligned((2 + mesh.replicas + mesh.world_size) * COUNTER_BYTES)
+        counters = _aligned((2 + mesh.replicas + mesh.size) * COUNTER_BYTES)
         self.memory = PeerMemory(
             counters + SLOTS * (self.hop_bytes + mesh.replicas * self.result_bytes), self.group, self.device
         )
@@ -170,7 +170,7 @@ class PeerLinks:
         self.outgoing = hop(mesh.stage) if mesh.stage < last else None
         roots = {replica: mesh.ranks_of(replica)[-1] for replica in range(mesh.replicas)}
         self.results_from = {replica: results(replica, mesh.rank) for replica, r in roots.items() if r != mesh.rank}
-        targets = [rank for rank in range(mesh.world_size) if rank != mesh.rank]
+        targets = [rank for rank in range(mesh.size) if rank != mesh.rank]
         self.results_to = [results(mesh.replica, target) for target in targets] if mesh.stage == last else []
 
     def _drop(self) -> None:

@@ -33,8 +33,8 @@ def choose_transport(config: ParallelConfig, device: torch.device, control: dist
         chosen = next(iter(possible))
         if chosen == "host" and device.type == "cuda" and dist.get_rank(control) == 0:
             warnings.warn(
-                "ranks share a GPU, so everything between them goes through host memory, which is slow. Give each rank "
-                "a GPU of its own.",
+                "ranks share a GPU or are on several hosts, so everything between them goes through host memory, which is "
+                "slow. Give each rank a GPU of its own on one host.",
                 stacklevel=2,
             )
         return chosen
@@ -59,8 +59,9 @@ def _place(device: torch.device) -> tuple[str, str, bool]:
 
 
 def _possible(places: list[tuple[str, str, bool]]) -> list[str]:
-    """Transports that can work, the fastest first."""
+    """Transports that can work, the best first."""
     if any(name == "cpu" for _, name, _ in places) or len({(host, name) for host, name, _ in places}) < len(places):
         return ["host"]
     one_host = len({host for host, _, _ in places}) == 1
-    return ["peer", "nccl", "host"] if one_host and all(reach for _, _, reach in places) else ["nccl", "host"]
+    # NCCL is for those who ask for it: its kernels wait on the GPU, and on two H200 the first calls hung.
+    return ["peer", "host", "nccl"] if one_host and all(reach for _, _, reach in places) else ["host", "nccl"]

@@ -86,7 +86,7 @@ def adopt(pipeline: Any, transformers: Mapping[str, nn.Module], config: Parallel
     for name, component in pipeline.components.items():
         if isinstance(component, nn.Module) and name not in transformers and not is_owned(component):
             component.to(rolling.device)
-    if rolling.mesh.rank != 0:
+    if rolling.mesh.world_rank != 0:
         pipeline.set_progress_bar_config(disable=True)
     attach_pipeline(pipeline, rolling, shows=rolling.mesh.rank in config.shown_on())
     return True

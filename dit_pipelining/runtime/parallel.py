@@ -12,7 +12,7 @@ from torch import nn
 from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.comm.components import make_owner_links
 from dit_pipelining.comm.failure import Guard
-from dit_pipelining.comm.mesh import Mesh
+from dit_pipelining.comm.mesh import layout_of, new_group
 from dit_pipelining.comm.transport import choose_transport
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.errors import CheckpointError, SplitError
@@ -45,16 +45,18 @@ def spread(
         pipeline: a diffusers pipeline; it is changed in place.
         transformers: those of its components that are split, by name.
         fill: how each of them gets the weights of this rank's stage.
-        owners: the rank of each component that lives on one; elsewhere it has no weights.
+        owners: the rank, within its line, of each component that lives on one; elsewhere it has no weights.
         config: degrees and partitioner.
         device: of this rank.
         guard: of this launch.
     """
-    mesh = Mesh(dist.get_rank(), config.pipeline_parallel_size, config.cfg_parallel_size)
-    shown = config.shown_on()
+    mesh = layout_of(config).mesh(dist.get_rank())
+    shown = tuple(mesh.line[rank] for rank in config.shown_on())
     timeout = timedelta(seconds=config.timeout_seconds)
-    transport = choose_transport(config, device, dist.new_group(timeout=timeout, backend="gloo"))
-    owner_links = make_owner_links(list(owners.values()), shown, device, timeout, transport)
+    transport = choose_transport(config, device, new_group(mesh.line, timeout))
+    owner_links = make_owner_links(
+        mesh.line, [mesh.line[owner] for owner in owners.values()], shown, device, timeout, transport
+    )
     rolling = Rolling(mesh, device, timeout, guard, transport)
     for name, model in transformers.items():
         if getattr(pipeline, name) is not model:
@@ -70,12 +72,12 @@ def spread(
             resolve_inputs(name, component)
         elif not is_owned(component):  # one module can have two names
             _place(component, device, is_owner=owners[name] == mesh.rank)
-            links = owner_links[owners[name]]
+            links = owner_links[mesh.line[owners[name]]]
             is_decoder = kind_of(type(component)) == "decoder"
-            own(component, OwnedComponent(name, links, mesh.rank, is_decoder, shown, rolling))
-    if mesh.rank != 0:
+            own(component, OwnedComponent(name, links, mesh.world_rank, is_decoder, shown, rolling))
+    if mesh.world_rank != 0:
         pipeline.set_progress_bar_config(disable=True)
-    attach_pipeline(pipeline, rolling, shows=mesh.rank in shown)
+    attach_pipeline(pipeline, rolling, shows=mesh.world_rank in shown)
 
 
 def _place(component: nn.Module, device: torch.device, *, is_owner: bool) -> None:
@@ -118,7 +120,7 @@ def held_beside(
     others = sum(sizes[other] for other in transformers if other != name) // stages
     everywhere = sum(size for key, size in sizes.items() if key not in transformers and key not in owners)
     owned = [
-        sum(sizes.get(key, 0) for key, owner in owners.items() if owner == rank) for rank in range(config.world_size)
+        sum(sizes.get(key, 0) for key, owner in owners.items() if owner == rank) for rank in range(config.line_size)
     ]
     alone = owners.get("vae", stages - 1) % stages if config.vae_placement == "shared" else None
     return [

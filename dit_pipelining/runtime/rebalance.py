@@ -52,7 +52,7 @@ class Rebalancer:
     def better_partition(self) -> Partition | None:
         """Exchange the measured times; returns a partition that is worth a move. Every rank calls this."""
         own = (self.rolling.mesh.stage, self.clock.seconds_per_call(), attention_backends(self.split.model))
-        gathered: list[tuple[int, float | None, str]] = [own] * self.rolling.mesh.world_size
+        gathered: list[tuple[int, float | None, str]] = [own] * self.rolling.mesh.size
         dist.all_gather_object(gathered, own, self.rolling.control)
         times: list[float | None] = []
         for stage in range(self.split.num_stages):
@@ -65,8 +65,8 @@ class Rebalancer:
         """Distribute the blocks like this; every rank calls this, while nothing is in flight."""
         before = [stage.held_weights for stage in self.split.stages]
         mesh = self.rolling.mesh
-        ranks = mesh.ranks_of(mesh.replica)
-        if mesh.rank == 0:
+        ranks = mesh.world_ranks_of(mesh.replica)
+        if mesh.world_rank == 0:
             LOGGER.info("%s: from %s to %s blocks per stage", self.name, self.split.partition, partition)
         if self.rolling.device.type == "cuda":
             torch.cuda.synchronize(self.rolling.device)  # streams still read the weights that are about to go

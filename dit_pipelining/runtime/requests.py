@@ -10,6 +10,7 @@ from diffusers import ConfigMixin
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
+from dit_pipelining.comm.gathering import gather_results
 from dit_pipelining.errors import InputError
 from dit_pipelining.runtime.attach import rolling_of
 from dit_pipelining.runtime.rolling import Rolling
@@ -28,18 +29,26 @@ def run_requests(
     """
     rolling = rolling_of(pipeline)
     if rolling is None:
-        return _run(pipeline, None, requests, max_in_flight, on_output)
+        return _run(pipeline, None, requests, range(len(requests)), max_in_flight, on_output)
+    copies = rolling.mesh.copies
     with rolling.call(f"generate with a {type(pipeline).__name__}", _arguments(requests, max_in_flight)):
-        return _run(pipeline, rolling, requests, max_in_flight, on_output)
+        own = range(copies.index(rolling.mesh.world_rank), len(requests), len(copies))
+        results = _run(pipeline, rolling, requests, own, max_in_flight, on_output)
+        if len(copies) == 1:
+            return results
+        shared = gather_results(results, rolling.copies_group, rolling.device)
+        return [shared[index % len(copies)][index // len(copies)] for index in range(len(requests))]
 
 
 def _run(
     pipeline: Any,
     rolling: Rolling | None,
     requests: Sequence[Mapping[str, Any]],
+    own: Sequence[int],
     max_in_flight: int | None,
     on_output: OnOutput | None,
 ) -> list[Any]:
+    """Run those of the requests that have these numbers."""
     for index, request in enumerate(requests):
         if not isinstance(request, Mapping):
             raise InputError(
@@ -49,16 +58,16 @@ def _run(
     if max_in_flight is not None and max_in_flight < 1:
         raise InputError(f"max_in_flight={max_in_flight}: at least one request has to be in flight.")
     shown = not getattr(pipeline, "_progress_bar_config", {}).get("disable", False)  # false on rank 0 only, if at all
-    display = _display(len(requests)) if shown else None
+    display = _display(len(own)) if shown else None
     with display or nullcontext():
         functions = [
             request_call(
                 pipeline,
-                request,
+                requests[index],
                 _Bars(display, f"request {index}"),
                 functools.partial(on_output, index) if on_output else None,
             )
-            for index, request in enumerate(requests)
+            for index in own
         ]
         if rolling is None:
             return [function() for function in functions]

@@ -9,14 +9,13 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.signature import CallInputs
 from dit_pipelining.comm.cuda_streams import new_stream
 from dit_pipelining.comm.failure import Guard
 from dit_pipelining.comm.links import make_links
-from dit_pipelining.comm.mesh import Mesh
+from dit_pipelining.comm.mesh import Mesh, new_group
 from dit_pipelining.comm.peer_links import PeerLinks
 from dit_pipelining.lowering.stage import StageModule
 from dit_pipelining.runtime.agreement import agree
@@ -39,7 +38,8 @@ class Rolling:
         transport: how data moves between the ranks, from `choose_transport`.
 
     Attributes:
-        control: a gloo group of all ranks, for what the hosts tell each other.
+        copies_group: a gloo group of the ranks with this rank's place in the data-parallel copies.
+        control: a gloo group of the ranks of this line, for what the hosts tell each other.
         between_calls: what every rank does before each call of the pipeline, while nothing is in flight.
         unfinished: transfers of components that requests have left because another one failed, and their order.
     """
@@ -55,7 +55,8 @@ class Rolling:
         self._free_streams: list[torch.cuda.Stream] = []
         self.unfinished: list[tuple[int, Callable[[], None]]] = []
         self._timeout = timeout.total_seconds()
-        self.control = dist.new_group(timeout=timeout, backend="gloo")
+        self.control = new_group(mesh.line, timeout)
+        self.copies_group = new_group(mesh.copies, timeout)
         self.between_calls: list[Callable[[], None]] = []
         self.runner = self._make_runner(timeout, transport)
         guard.on_failure(self._stop)
@@ -128,11 +129,11 @@ class Rolling:
 
     def _make_runner(self, timeout: timedelta, transport: str) -> StageRunner:
         if transport == "peer":
-            control = dist.new_group(timeout=timeout, backend="gloo")
+            control = new_group(self.mesh.line, timeout)
             return StageStreams(PeerLinks(self.mesh, control, self.device), self.device, self.guard.fail)
         backend = "nccl" if transport == "nccl" else "gloo"
         links = make_links(self.mesh, timeout, self.device, backend)
-        return StageWorker(links, self.mesh.rank, self.device, self.guard.fail)
+        return StageWorker(links, self.mesh.world_rank, self.device, self.guard.fail)
 
     def _next_replica(self) -> int:
         """Branches of a step go to different replicas, always the same ones, and so do requests."""

@@ -230,7 +230,7 @@ class VideoStream:
         return VideoChunk(chunk.stream, chunk.index, shown, time.time() - chunk.facts.started)
 
     def _make_rank(self, num_stages: int) -> StreamRank | None:
-        if self.rolling is None or self.rolling.mesh.world_size == 1:
+        if self.rolling is None or self.rolling.mesh.size == 1:
             return None
         mesh = self.rolling.mesh
         if mesh.replicas > self.spec.branches:

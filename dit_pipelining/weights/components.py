@@ -55,9 +55,13 @@ def components_in_memory(components: Mapping[str, Any]) -> dict[str, ComponentSi
 
 
 def load_on_owners(
-    folder: Path, index: Mapping[str, Any], owners: Mapping[str, int], options: Mapping[str, Any]
+    folder: Path,
+    index: Mapping[str, Any],
+    owners: Mapping[str, int],
+    options: Mapping[str, Any],
+    group: dist.ProcessGroup,
 ) -> dict[str, nn.Module]:
-    """Load this rank's components, and get the others' without weights; all ranks call this.
+    """Load this rank's components, and get the others' without weights; all ranks of the group call this.
 
     An empty copy is what its owner loaded: class, configuration, dtypes, attributes and buffers (which pipelines read:
     the statistics of FLUX.2's VAE, for example), but its parameters are on the meta device. Files of other ranks'
@@ -66,8 +70,9 @@ def load_on_owners(
     Args:
         folder: of the pipeline.
         index: content of its model_index.json.
-        owners: rank of each component, by name.
+        owners: rank of each component, by name; a rank of the launch.
         options: `dtype` and `variant`, as `from_pretrained` takes them.
+        group: of the ranks that run the pipeline together, over gloo.
 
     Raises:
         Exception: what loading raised, on every rank.
@@ -85,7 +90,7 @@ def load_on_owners(
     found = dict(loaded)
     for owner in sorted(set(owners.values())):
         box: list[Any] = [_failed(error) or packed] if owner == rank else [None]
-        dist.broadcast_object_list(box, src=owner)
+        dist.broadcast_object_list(box, src=owner, group=group)
         if isinstance(box[0], SplitError):
             raise error or box[0]
         if owner != rank:

@@ -126,7 +126,7 @@ def measure_parts(stages: int, replicas: int, seconds: float) -> Parts:
     stage = split.stages[mesh.stage]
     received = [torch.zeros(value.wire_shape, dtype=value.dtype) for value in stage.received(graph)]
     own = median_seconds(lambda: stage.run(graph, received, call.leaves))
-    all_stages: list[float] = [0.0] * mesh.world_size
+    all_stages: list[float] = [0.0] * mesh.size
     dist.all_gather_object(all_stages, own)
     links = make_links(mesh, timedelta(seconds=120), torch.device("cpu"))
     boundary = [torch.zeros(value.wire_shape, dtype=value.dtype) for value in split.boundaries[0]]
@@ -140,11 +140,11 @@ def measure_parts(stages: int, replicas: int, seconds: float) -> Parts:
                     (dist.send if mesh.rank == sender else dist.recv)(tensor, 1 - mesh.rank, group)
 
     def around() -> None:
-        for root in range(mesh.world_size):  # each has to have received before it sends
+        for root in range(mesh.size):  # each has to have received before it sends
             for tensor in result:
                 dist.broadcast(tensor, root, group=links[0].results)
 
-    times = torch.tensor([median_seconds(there_and_back) / 2, median_seconds(around) / mesh.world_size])
+    times = torch.tensor([median_seconds(there_and_back) / 2, median_seconds(around) / mesh.size])
     dist.broadcast(times, 0)
     return Parts(tuple(all_stages[:stages]), float(times[0]), float(times[1]), len(boundary))
 
