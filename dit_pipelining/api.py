@@ -207,13 +207,12 @@ def _load(
     _check_splits(config, models)
     index = read_index(folder)
     on_disk = components_in_folder(folder, index, given=components)
-    owners = _owners(config, {**on_disk, **components_in_memory(components)})
+    owners = _owners(config, {**on_disk, **components_in_memory(components)}, models)
     device = launch.join()
     mesh = layout_of(config).mesh(dist.get_rank())
     stored = {name: mesh.line[owners[name]] for name in on_disk if name in owners}
-    loaded = load_on_owners(
-        folder, index, stored, options, new_group(mesh.line, timedelta(seconds=config.timeout_seconds))
-    )
+    timeout = timedelta(seconds=config.timeout_seconds)
+    loaded = load_on_owners(folder, index, stored, options, new_group(mesh.in_all_lines(range(mesh.size)), timeout))
     with without_components(folder, [*models, *components, *loaded]) as rest:
         pipeline = pipeline_class.from_pretrained(rest, **{**options, **models, **loaded})  # type: ignore[attr-defined]
         name_sources(pipeline, source, folder, loaded_from=rest)
@@ -247,16 +246,41 @@ def parallelize(pipeline: Any, config: ParallelConfig) -> Any:
         if adopt(pipeline, models, config):
             return pipeline
         _check_splits(config, models)
-        owners = _owners(config, components_in_memory(pipeline.components))
+        owners = _owners(config, components_in_memory(pipeline.components), models)
         device = launch.join()
         fill = {name: from_memory(model, device) for name, model in models.items()}
         spread(pipeline, models, fill, owners, config, device, launch.guard)
     return pipeline
 
 
-def _owners(config: ParallelConfig, components: Mapping[str, ComponentSize]) -> dict[str, int]:
+def _owners(
+    config: ParallelConfig, components: Mapping[str, ComponentSize], models: Mapping[str, nn.Module]
+) -> dict[str, int]:
+    """The rank of each component, by its kind and size.
+
+    With `vae-aware` on ranks of limited memory, those that the configuration does not bind go where they fit beside blocks.
+    """
     config.check_component_ranks(components)
-    return place_components(components, config.line_size, config.shown_on(), config.component_ranks)
+    chosen = config.component_ranks or {}
+    owners = place_components(components, config.line_size, config.shown_on(), chosen)
+    target = machine(config.pipeline_parallel_size, config.ranks, config.profile, config.topology)
+    if config.partitioner != "vae-aware" or not target.has_limits:
+        return owners
+    bound = {
+        name: name in chosen or (components[name].kind == "decoder" and config.output_ranks != "all") for name in owners
+    }
+    stages = config.pipeline_parallel_size
+    sizes = [
+        Component(
+            name,
+            bytes=components[name].bytes,
+            rank=owner % stages if bound[name] else None,
+            preferred_rank=owner % stages,
+        )
+        for name, owner in owners.items()
+    ]
+    placed = owners_by_weight(models.values(), config.blocks, target, sizes)
+    return {name: owner if placed[name] == owner % stages else placed[name] for name, owner in owners.items()}
 
 
 def _check_splits(config: ParallelConfig, models: Mapping[str, nn.Module]) -> None:

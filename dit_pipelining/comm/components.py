@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from dit_pipelining.comm.host_memory import start_receive, start_send
 from dit_pipelining.comm.links import Work, group_options
-from dit_pipelining.comm.mesh import new_group
+from dit_pipelining.comm.mesh import Mesh, new_group
 from dit_pipelining.comm.packing import Part
 
 
@@ -31,7 +31,7 @@ class Audience:
 
     Attributes:
         ranks: in order.
-        host: a gloo group; None where the owner is alone, and on ranks that do not belong to it.
+        host: a gloo group; None where the owner is alone.
         device: an NCCL group for tensors on GPUs; None where they go through host memory.
     """
 
@@ -58,6 +58,8 @@ class OwnerLinks:
 
     def send(self, header: Any, flats: Sequence[torch.Tensor], audience: Audience) -> list[Work]:
         """Post a header to all ranks, and tensors of bytes to an audience. They must live until the works are done."""
+        if self.everyone.host is None:
+            return []  # a line of one rank
         data = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
         works = [self._start(tensor, self.everyone) for tensor in (torch.tensor([data.numel()]), data)]
         if audience.host is not None:
@@ -98,43 +100,42 @@ class OwnerLinks:
 
 
 def make_owner_links(
-    line: Sequence[int],
+    mesh: Mesh,
     owners: Sequence[int],
     output_ranks: Sequence[int],
     device: torch.device,
     timeout: timedelta,
     transport: str,
 ) -> dict[int, OwnerLinks]:
-    """Make the groups of all owners; every rank of a line calls this with the same arguments.
+    """Make the groups of all owners; every rank of the launch calls this alike.
 
     Args:
-        line: all ranks that run the pipeline together; these ranks and the others are those of the launch.
-        owners: ranks that own components.
-        output_ranks: ranks that return what the pipeline made.
+        mesh: the ranks that run the pipeline together.
+        owners: ranks of the line that own components.
+        output_ranks: those that return what the pipeline made.
         device: of this rank.
         timeout: of the groups.
         transport: how data moves between the ranks, from `choose_transport`.
     """
     links = {}
     for owner in sorted(set(owners)):
-        everyone = _audience(line, timeout, transport)
+        everyone = _audience(mesh, range(mesh.size), timeout, transport)
         members = sorted({owner, *output_ranks})
-        outputs = everyone if members == list(line) else _audience(members, timeout, transport)
-        links[owner] = OwnerLinks(owner, everyone, outputs, device)
+        outputs = everyone if len(members) == mesh.size else _audience(mesh, members, timeout, transport)
+        links[owner] = OwnerLinks(mesh.line[owner], everyone, outputs, device)
         for audience in (everyone, outputs):
             if audience.device is not None and dist.get_rank() in audience.ranks:
                 # No communicator is made while stages run.
-                dist.broadcast(torch.zeros(1, device=device), owner, group=audience.device)
+                dist.broadcast(torch.zeros(1, device=device), mesh.line[owner], group=audience.device)
     return links
 
 
-def _audience(ranks: Sequence[int], timeout: timedelta, transport: str) -> Audience:
+def _audience(mesh: Mesh, ranks: Sequence[int], timeout: timedelta, transport: str) -> Audience:
+    members = tuple(mesh.line[rank] for rank in ranks)
     if len(ranks) == 1:
-        return Audience(tuple(ranks), None, None)
-    if dist.get_rank() not in ranks:
-        return Audience(tuple(ranks), None, None)
-    host = new_group(tuple(ranks), timeout)
+        return Audience(members, None, None)
+    host = new_group(mesh.in_all_lines(ranks), timeout)
     device = None
     if transport != "host":
-        device = new_group(tuple(ranks), timeout, "nccl", group_options("nccl"))
-    return Audience(tuple(ranks), host, device)
+        device = new_group(mesh.in_all_lines(ranks), timeout, "nccl", group_options("nccl"))
+    return Audience(members, host, device)

@@ -2,9 +2,9 @@
 
 [Note: groups]
 There is one group of two ranks for each directed link between neighbouring stages, and one group of all ranks of the line
-for the results of each replica. All make theirs in one order. A rank posts receives of a link from one thread and sends of
-the next link from another, never both on one group: on NCCL, sends and receives of one group run one after the other, so a
-receive that waits would hold up a send that the other side waits for (seen on two GPUs: it hangs).
+for the results of each replica. All ranks of the launch make them in one order. A rank posts receives of a link from one
+thread and sends of the next link from another, never both on one group: on NCCL, sends and receives of one group run one
+after the other, so a receive that waits would hold up a send that the other side waits for (seen on two GPUs: it hangs).
 """
 
 from collections.abc import Sequence
@@ -74,13 +74,12 @@ def make_links(mesh: Mesh, timeout: timedelta, device: torch.device, backend: st
     """Make the groups of all replicas and warm each up with a real transfer; every rank of the mesh calls this."""
 
     def group(ranks: Sequence[int]) -> dist.ProcessGroup:
-        return new_group(list(ranks), timeout, backend, group_options(backend))
+        return new_group(mesh.in_all_lines(ranks), timeout, backend, group_options(backend))
 
     links = []
     for replica in range(mesh.replicas):
-        ranks = mesh.world_ranks_of(replica)
-        hops = tuple(group([one, other]) for one, other in pairwise(ranks))
-        links.append(ReplicaLinks(tuple(ranks), hops, group(mesh.line), backend))
+        hops = tuple(group([one, other]) for one, other in pairwise(mesh.ranks_of(replica)))
+        links.append(ReplicaLinks(tuple(mesh.world_ranks_of(replica)), hops, group(range(mesh.size)), backend))
     for replica, own in enumerate(links):
         probe = torch.zeros(1, device=device)
         if replica == mesh.replica:

@@ -6,68 +6,16 @@ calls together, stage by stage, in one replica or several. Lines do not know of 
 tensor ranks make the same calls and meet inside the transformer, those of other data ranks have other requests.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
 
 from dit_pipelining.config import ParallelConfig
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """A line of ranks as replicas x stages, stages innermost: neighbours in a pipeline are neighbours in rank.
-
-    Attributes:
-        rank: of this process within the line.
-        pipeline_size: stages of each replica.
-        replicas: full pipelines side by side, over which the calls of a step are spread.
-        line: the rank in the launch of each rank of the line. Default: the line is the whole launch.
-        copies: the ranks in the launch that have this place in each data-parallel copy. Default: there is one copy.
-    """
-
-    rank: int
-    pipeline_size: int
-    replicas: int = 1
-    line: tuple[int, ...] = field(default=(), repr=False)
-    copies: tuple[int, ...] = field(default=(), repr=False)
-
-    def __post_init__(self) -> None:
-        if not self.line:
-            object.__setattr__(self, "line", tuple(range(self.size)))
-        if not self.copies:
-            object.__setattr__(self, "copies", (self.world_rank,))
-
-    @property
-    def size(self) -> int:
-        """Ranks of the line."""
-        return self.pipeline_size * self.replicas
-
-    @property
-    def stage(self) -> int:
-        """The stage this rank runs."""
-        return self.rank % self.pipeline_size
-
-    @property
-    def replica(self) -> int:
-        """The replica this rank belongs to."""
-        return self.rank // self.pipeline_size
-
-    @property
-    def world_rank(self) -> int:
-        """This rank in the launch."""
-        return self.line[self.rank]
-
-    def ranks_of(self, replica: int) -> list[int]:
-        """The ranks of a replica within the line, in the order of its stages."""
-        first = replica * self.pipeline_size
-        return list(range(first, first + self.pipeline_size))
-
-    def world_ranks_of(self, replica: int) -> list[int]:
-        """The ranks of a replica in the launch, in the order of its stages."""
-        return [self.line[rank] for rank in self.ranks_of(replica)]
 
 
 @dataclass(frozen=True)
@@ -94,16 +42,85 @@ class Layout:
         ranges = [range(getattr(self, name)) if name in dimensions else [at] for name, at in place.items()]
         return tuple(self._rank(at) for at in product(*ranges))
 
-    def mesh(self, rank: int) -> Mesh:
+    def groups(self, *dimensions: str) -> list[tuple[int, ...]]:
+        """All sets of ranks that differ along these dimensions only, each in order."""
+        ranks = range(prod(getattr(self, own.name) for own in fields(self)))
+        return sorted({self.peers(rank, *dimensions) for rank in ranks})
+
+    def mesh(self, rank: int) -> "Mesh":
         """The line of a rank."""
-        line = self.peers(rank, "cfg", "pipeline")
-        return Mesh(line.index(rank), self.pipeline, self.cfg, line, self.peers(rank, "data"))
+        return Mesh(self.peers(rank, *LINE).index(rank), self.pipeline, self.cfg, self, rank)
 
     def _rank(self, places: tuple[int, ...]) -> int:
         rank = 0
         for own, place in zip(fields(self), places, strict=True):
             rank = rank * getattr(self, own.name) + place
         return rank
+
+
+LINE = ("cfg", "pipeline")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A line of ranks as replicas x stages, stages innermost: neighbours in a pipeline are neighbours in rank.
+
+    Attributes:
+        rank: of this process within the line.
+        pipeline_size: stages of each replica.
+        replicas: full pipelines side by side, over which the calls of a step are spread.
+        layout: of the launch. Default: the line is all of it.
+        world_rank: of this process in the launch.
+    """
+
+    rank: int
+    pipeline_size: int
+    replicas: int = 1
+    layout: Layout = field(default=Layout(), repr=False)
+    world_rank: int = -1
+
+    def __post_init__(self) -> None:
+        if self.world_rank < 0:
+            object.__setattr__(self, "layout", Layout(cfg=self.replicas, pipeline=self.pipeline_size))
+            object.__setattr__(self, "world_rank", self.rank)
+
+    @property
+    def size(self) -> int:
+        """Ranks of the line."""
+        return self.pipeline_size * self.replicas
+
+    @property
+    def stage(self) -> int:
+        """The stage this rank runs."""
+        return self.rank % self.pipeline_size
+
+    @property
+    def replica(self) -> int:
+        """The replica this rank belongs to."""
+        return self.rank // self.pipeline_size
+
+    @property
+    def line(self) -> tuple[int, ...]:
+        """The rank in the launch of each rank of the line."""
+        return self.layout.peers(self.world_rank, *LINE)
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """The ranks in the launch that have this place in each data-parallel copy."""
+        return self.layout.peers(self.world_rank, "data")
+
+    def ranks_of(self, replica: int) -> list[int]:
+        """The ranks of a replica within the line, in the order of its stages."""
+        first = replica * self.pipeline_size
+        return list(range(first, first + self.pipeline_size))
+
+    def world_ranks_of(self, replica: int) -> list[int]:
+        """The ranks of a replica in the launch, in the order of its stages."""
+        return [self.line[rank] for rank in self.ranks_of(replica)]
+
+    def in_all_lines(self, ranks: Sequence[int]) -> list[tuple[int, ...]]:
+        """What these ranks of the line are in the launch, in each of its lines; for `new_group`."""
+        return [tuple(line[rank] for rank in ranks) for line in self.layout.groups(*LINE)]
 
 
 def layout_of(config: ParallelConfig) -> Layout:
@@ -119,9 +136,12 @@ def layout_of(config: ParallelConfig) -> Layout:
 
 
 def new_group(
-    ranks: "list[int] | tuple[int, ...]", timeout: timedelta, backend: str = "gloo", options: Any = None
+    alike: Sequence[Sequence[int]], timeout: timedelta, backend: str = "gloo", options: Any = None
 ) -> dist.ProcessGroup:
-    """A process group of these ranks of the launch. They all make it at the same point; other ranks need not."""
-    return dist.new_group(
-        list(ranks), timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
-    )
+    """Make a process group of each of these sets of ranks of the launch; returns the one that this rank is in.
+
+    All ranks of the launch call this alike, also those that are in none: torch names groups by how many a rank has made.
+    """
+    made = [dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options) for ranks in alike]
+    own = next((group for group, ranks in zip(made, alike, strict=True) if dist.get_rank() in ranks), made[0])
+    return own

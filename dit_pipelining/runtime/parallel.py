@@ -53,10 +53,8 @@ def spread(
     mesh = layout_of(config).mesh(dist.get_rank())
     shown = tuple(mesh.line[rank] for rank in config.shown_on())
     timeout = timedelta(seconds=config.timeout_seconds)
-    transport = choose_transport(config, device, new_group(mesh.line, timeout))
-    owner_links = make_owner_links(
-        mesh.line, [mesh.line[owner] for owner in owners.values()], shown, device, timeout, transport
-    )
+    transport = choose_transport(config, device, new_group(mesh.in_all_lines(range(mesh.size)), timeout))
+    owner_links = make_owner_links(mesh, list(owners.values()), config.shown_on(), device, timeout, transport)
     rolling = Rolling(mesh, device, timeout, guard, transport)
     for name, model in transformers.items():
         if getattr(pipeline, name) is not model:
@@ -72,7 +70,7 @@ def spread(
             resolve_inputs(name, component)
         elif not is_owned(component):  # one module can have two names
             _place(component, device, is_owner=owners[name] == mesh.rank)
-            links = owner_links[mesh.line[owners[name]]]
+            links = owner_links[owners[name]]
             is_decoder = kind_of(type(component)) == "decoder"
             own(component, OwnedComponent(name, links, mesh.world_rank, is_decoder, shown, rolling))
     if mesh.world_rank != 0:

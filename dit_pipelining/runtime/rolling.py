@@ -55,8 +55,8 @@ class Rolling:
         self._free_streams: list[torch.cuda.Stream] = []
         self.unfinished: list[tuple[int, Callable[[], None]]] = []
         self._timeout = timeout.total_seconds()
-        self.control = new_group(mesh.line, timeout)
-        self.copies_group = new_group(mesh.copies, timeout)
+        self.control = new_group(mesh.in_all_lines(range(mesh.size)), timeout)
+        self.copies_group = new_group(mesh.layout.groups("data"), timeout)
         self.between_calls: list[Callable[[], None]] = []
         self.runner = self._make_runner(timeout, transport)
         guard.on_failure(self._stop)
@@ -129,7 +129,7 @@ class Rolling:
 
     def _make_runner(self, timeout: timedelta, transport: str) -> StageRunner:
         if transport == "peer":
-            control = new_group(self.mesh.line, timeout)
+            control = new_group(self.mesh.in_all_lines(range(self.mesh.size)), timeout)
             return StageStreams(PeerLinks(self.mesh, control, self.device), self.device, self.guard.fail)
         backend = "nccl" if transport == "nccl" else "gloo"
         links = make_links(self.mesh, timeout, self.device, backend)

@@ -38,6 +38,7 @@ def test_a_line_is_the_whole_launch_unless_it_says_otherwise() -> None:
 @given(LAYOUTS)
 def test_every_rank_is_in_one_line_and_lines_share_no_rank(layout: Layout) -> None:
     lines = {layout.mesh(rank).line for rank in range(size(layout))}
+    assert sorted(lines) == layout.groups("cfg", "pipeline") == layout.mesh(0).in_all_lines(range(len(min(lines))))
     assert sorted(itertools.chain(*lines)) == list(range(size(layout)))
     assert {len(line) for line in lines} == {layout.cfg * layout.pipeline}
 
