@@ -11,7 +11,8 @@ For a later stage that needs it too:
 - otherwise recomputed, from inputs to which the same rule applies. Wan's text projection has 0.3% of the parameters, and
   since it is the same at every step it is computed once per request.
 Lowering another signature of the same model must not need weights that a stage has not loaded: there, a value is computed
-only where its weights are held, and sent otherwise.
+only where its weights are held, and sent otherwise. So a call that skips all blocks of the first or the last stage (skip-layer
+guidance) still begins in the first one, which has the weights of the prologue, and ends in the last one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -133,6 +134,7 @@ class _Planner:
         self.stage_of_block = {node: partition.stage_of(i) for i, node in enumerate(graph.blocks)}
         self.total = sum(parameter_counts.get(name, 0) for name in frozenset().union(*graph.weights_of.values()))
         self.hidden_bytes = max((value_bytes(n) for n in self._block_values()), default=0)
+        self.makers = self._makers()
         self.level = self._levels()
         self.home = self._homes()
 
@@ -161,30 +163,53 @@ class _Planner:
         return [*calls, *parts]
 
     def _levels(self) -> dict[fx.Node, int]:
-        """The stage that computes each value derived from blocks: that of the last block behind it. -1: the prologue."""
+        """The stage that computes each value derived from blocks; -1: the prologue.
+
+        It is that of the last block behind it, or the first after that which holds the weights of this glue.
+        """
         level: dict[fx.Node, int] = {}
         for node in self.graph.graph.nodes:
             own = self.stage_of_block.get(node, -1)
             level[node] = max([own, *(level[source] for source in node.all_input_nodes)])
             if level[node] >= 0:  # a write waits for what reads the memory before it
                 level[node] = max([level[node], *(level.get(reader, -1) for reader in node.meta.get("writes", ()))])
+                level[node] = self._holding_stage(node, level[node], level)
         return level
 
+    def _holding_stage(self, node: fx.Node, stage: int, level: Mapping[fx.Node, int]) -> int:
+        """The first stage from `stage` on that holds or receives what this node takes beside values of blocks."""
+        prologue = [source for source in node.all_input_nodes if level[source] < 0]
+        able = (own for own in self.stages[stage:] if _are_there(prologue, own, self.makers))
+        return next((own for own in able if self._holds_own(node, own)), stage)
+
+    def _makers(self) -> dict[fx.Node, frozenset[int]]:
+        """The stages that can compute each prologue value: they hold its weights, and have or receive its inputs."""
+        makers: dict[fx.Node, frozenset[int]] = {}
+        for node in self.graph.graph.nodes:
+            sources = node.all_input_nodes
+            if node not in self.stage_of_block and all(source in makers for source in sources):
+                able = (own for own in self.stages if self._holds_own(node, own) and _are_there(sources, own, makers))
+                makers[node] = frozenset(able)
+        return makers
+
+    def _holds_own(self, node: fx.Node, stage: int) -> bool:
+        """Whether a stage holds the weights that this very node uses."""
+        return self._holds(stage, self.graph.weights_of[node] & {str(node.target)})
+
+    def _holds(self, stage: int, weights: frozenset[str]) -> bool:
+        return self.held is None or all(holds(self.held[stage], name) for name in weights)
+
     def _homes(self) -> dict[fx.Node, int]:
-        """The first stage that needs each prologue value."""
+        """The stage that computes each prologue value: the first that needs it, or the last one before that can."""
+        outputs = {*self.graph.output_nodes, *self.graph.output_objects}
         home: dict[fx.Node, int] = {}
-        for stage in self.stages:
-            pending = [n for n, level in self.level.items() if level == stage]
-            if stage == self.stages[-1]:
-                pending += [*self.graph.output_nodes, *self.graph.output_objects]
-            while pending:
-                for source in pending.pop().all_input_nodes:
-                    if self.level[source] < 0 and source not in home:
-                        home[source] = stage
-                        pending.append(source)
-        for node in (*self.graph.output_nodes, *self.graph.output_objects):
-            if self.level[node] < 0:
-                home.setdefault(node, self.stages[-1])
+        for node in reversed(self.graph.graph.nodes):
+            if self.level[node] >= 0:
+                continue
+            needed = [self.level[user] if self.level[user] >= 0 else home.get(user) for user in node.users]
+            needed += [self.stages[-1]] if node in outputs else []
+            if stages := [stage for stage in needed if stage is not None]:
+                home[node] = max((own for own in self.makers[node] if own <= min(stages)), default=min(stages))
         return home
 
     # ---- what a stage runs and what it receives -----------------------------------------------------------------------
@@ -207,15 +232,11 @@ class _Planner:
     def _is_received(self, node: fx.Node, stage: int) -> bool:
         if self.level[node] >= 0:
             return self.level[node] < stage and is_tensor(node) and not _is_overwritten_view(node)
-        if self.home[node] >= stage or node.op in ("placeholder", "get_attr") or not is_tensor(node):
+        if self.home[node] >= stage or not _can_cross(node):
             # A home at or after this stage: this stage relays what a later one needs only if an earlier one made it.
             return False
-        if node.meta.get("overwritten") or "writes" in node.meta:
-            return False  # when it is sent, the stage before may have written into it
         weights = self.graph.weights_of[node]
-        if self.held is not None and not weights <= self.held[stage]:
-            return True
-        return self._is_worth_sending(node, weights)
+        return not self._holds(stage, weights) or self._is_worth_sending(node, weights)
 
     def _is_worth_sending(self, node: fx.Node, weights: frozenset[str]) -> bool:
         parameters = sum(self.counts.get(name, 0) for name in weights)
@@ -228,6 +249,26 @@ class _Planner:
 
     def _sorted(self, nodes: set[fx.Node] | Sequence[fx.Node]) -> list[fx.Node]:
         return sorted(nodes, key=self.order.__getitem__)
+
+
+def holds(held: frozenset[str], name: str) -> bool:
+    """Whether a module, parameter or buffer of this name is among those that are held, or within one of them."""
+    parts = name.split(".")
+    return any(".".join(parts[:end]) in held for end in range(1, len(parts) + 1))
+
+
+def _are_there(values: Sequence[fx.Node], stage: int, makers: Mapping[fx.Node, frozenset[int]]) -> bool:
+    """Whether a stage can compute prologue values, or receive them from one before that can."""
+    return all(
+        stage in makers[node] or (_can_cross(node) and min(makers[node], default=stage) < stage) for node in values
+    )
+
+
+def _can_cross(node: fx.Node) -> bool:
+    """Whether a prologue value can be sent; of one that is written into, the stage before may have written already."""
+    if node.op in ("placeholder", "get_attr") or not is_tensor(node):
+        return False
+    return not (node.meta.get("overwritten") or "writes" in node.meta)
 
 
 def _is_overwritten_view(node: fx.Node) -> bool:

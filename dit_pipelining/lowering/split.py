@@ -17,7 +17,7 @@ from dit_pipelining.capture.signature import CallInputs, bind, flatten_inputs
 from dit_pipelining.costs.model_costs import weight_sizes
 from dit_pipelining.costs.plan import CutPlan
 from dit_pipelining.errors import ConfigError, InputError
-from dit_pipelining.lowering.boundary import BoundaryValue, StagePlan, plan_stages
+from dit_pipelining.lowering.boundary import BoundaryValue, StagePlan, holds, plan_stages
 from dit_pipelining.lowering.stage import StageModule, build_program
 from dit_pipelining.torch_internals import chunked, tree_map
 from partitioners import Partition
@@ -226,11 +226,7 @@ def unused_tensors(model: nn.Module, graph: BlockGraph, blocks: Sequence[str]) -
 def _check_held(plans: Sequence[StagePlan], held: Sequence[frozenset[str]], known: Container[str]) -> None:
     """Check that stages have the weights they need. What came to the model after the split is in it on every rank."""
     for plan, weights in zip(plans, held, strict=True):
-        missing = [
-            name
-            for name in plan.weights
-            if name in known and name not in weights and not any(name.startswith(f"{own}.") for own in weights)
-        ]
+        missing = [name for name in plan.weights if name in known and not holds(weights, name)]
         if missing:
             raise InputError(
                 f"with these inputs stage {plan.index} needs {', '.join(sorted(missing))}, which it does not hold, since "

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import init_empty_weights
-from diffusers import FluxTransformer2DModel, WanTransformer3DModel
+from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, WanTransformer3DModel
 from torch import nn
 
 from dit_pipelining.api import SplitModel, split_model
@@ -380,3 +380,34 @@ def test_wire_metadata_describes_what_is_sent() -> None:
         tensors = stage.run(graph, tensors, inputs.leaves)
         for made, described in zip(tensors, sent, strict=True):
             assert (made.shape, made.stride(), made.dtype) == (described.shape, described.stride(), described.dtype)
+
+
+@pytest.mark.parametrize("skipped", [[0, 1], [2, 3], [0, 1, 2], [0]])
+def test_a_call_that_skips_all_blocks_of_a_stage_of_sd3_begins_and_ends_as_ever(skipped: list[int]) -> None:
+    """The first stage has the embeddings, and the last one what comes after the blocks; neither can be left out."""
+    torch.manual_seed(0)
+    model = SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=1,
+        in_channels=4,
+        num_layers=4,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        caption_projection_dim=16,
+        joint_attention_dim=8,
+        pooled_projection_dim=8,
+        out_channels=4,
+        pos_embed_max_size=8,
+    )
+    inputs = dict(
+        hidden_states=torch.randn(1, 4, 8, 8),
+        encoder_hidden_states=torch.randn(1, 3, 8),
+        pooled_projections=torch.randn(1, 8),
+        timestep=torch.tensor([500.0]),
+    )
+    with torch.no_grad():
+        split = split_model(model, 3, inputs, counts=(2, 1, 1))
+        held = [stage.held_weights for stage in split.stages]
+        for skip in (skipped, None, skipped):
+            assert_same(split(**inputs, skip_layers=skip), model(**inputs, skip_layers=skip))
+    assert [stage.held_weights for stage in split.stages] == held

@@ -153,6 +153,8 @@ def with_skipped_layers(folder: Path, layout: str | None) -> dict[str, torch.Ten
         "guided": paint(pipeline, negative_prompt="moon"),
         "skips": paint(pipeline, skip_guidance_layers=[1, 2], **skipping),
         "skips others": paint(pipeline, skip_guidance_layers=[3], **skipping),
+        "skips the first stage": paint(pipeline, skip_guidance_layers=[0, 1], **skipping),
+        "skips the last stage": paint(pipeline, skip_guidance_layers=[2, 3], **skipping),
     }
 
 
