@@ -30,6 +30,7 @@ from dit_pipelining.runtime.executor import check_counts
 from dit_pipelining.runtime.parallel import from_checkpoint, from_memory, spread
 from dit_pipelining.runtime.requests import OnOutput, run_requests
 from dit_pipelining.runtime.serving import RequestQueue
+from dit_pipelining.sharding.tile_ranks import TileRanks, tile_ranks
 from dit_pipelining.stream.session import VideoStream
 from dit_pipelining.stream.spec import StreamSpec
 from dit_pipelining.weights.checkpoint import Checkpoint
@@ -207,18 +208,21 @@ def _load(
     _check_splits(config, models)
     index = read_index(folder)
     on_disk = components_in_folder(folder, index, given=components)
-    owners = _owners(config, {**on_disk, **components_in_memory(components)}, models)
+    sizes = {**on_disk, **components_in_memory(components)}
+    owners = _owners(config, sizes, models)
+    tiles = _tiles(config, sizes, owners)
     device = launch.join()
     mesh = layout_of(config).mesh(dist.get_rank())
     stored = {name: mesh.line[owners[name]] for name in on_disk if name in owners}
-    timeout = timedelta(seconds=config.timeout_seconds)
-    loaded = load_on_owners(folder, index, stored, options, new_group(mesh.in_all_lines(range(mesh.size)), timeout))
+    helpers = {name: own.compute for name, own in tiles.items()}
+    group = new_group(mesh.in_all_lines(range(mesh.size)), timedelta(seconds=config.timeout_seconds))
+    loaded = load_on_owners(folder, index, stored, helpers, options, group)
     with without_components(folder, [*models, *components, *loaded]) as rest:
         pipeline = pipeline_class.from_pretrained(rest, **{**options, **models, **loaded})  # type: ignore[attr-defined]
         name_sources(pipeline, source, folder, loaded_from=rest)
     fill = {name: from_memory(model, device) for name, model in given.items()}
     fill |= {name: from_checkpoint(transformer, device) for name, transformer in empty.items()}
-    spread(pipeline, models, fill, owners, config, device, launch.guard)
+    spread(pipeline, models, fill, owners, tiles, config, device, launch.guard)
     return pipeline
 
 
@@ -246,10 +250,12 @@ def parallelize(pipeline: Any, config: ParallelConfig) -> Any:
         if adopt(pipeline, models, config):
             return pipeline
         _check_splits(config, models)
-        owners = _owners(config, components_in_memory(pipeline.components), models)
+        sizes = components_in_memory(pipeline.components)
+        owners = _owners(config, sizes, models)
+        tiles = _tiles(config, sizes, owners)
         device = launch.join()
         fill = {name: from_memory(model, device) for name, model in models.items()}
-        spread(pipeline, models, fill, owners, config, device, launch.guard)
+        spread(pipeline, models, fill, owners, tiles, config, device, launch.guard)
     return pipeline
 
 
@@ -281,6 +287,23 @@ def _owners(
     ]
     placed = owners_by_weight(models.values(), config.blocks, target, sizes)
     return {name: owner if placed[name] == owner % stages else placed[name] for name, owner in owners.items()}
+
+
+def _tiles(
+    config: ParallelConfig, components: Mapping[str, ComponentSize], owners: Mapping[str, int]
+) -> dict[str, TileRanks]:
+    """The ranks that compute the tiles of each VAE whose tiles can be spread."""
+    size = config.vae_patch_parallel_size
+    if size == 1:
+        return {}
+    names = [name for name, part in components.items() if part.tiles and name in owners]
+    if not names:
+        raise ConfigError(
+            f"vae_patch_parallel_size={size}: this pipeline has no VAE on one rank whose tiling can be spread over several "
+            f"(its components on one rank: {', '.join(owners) or 'none'}). Leave it at 1."
+        )
+    layout = layout_of(config)
+    return {name: tile_ranks(layout, launched_rank(), owners[name], size) for name in names}
 
 
 def _check_splits(config: ParallelConfig, models: Mapping[str, nn.Module]) -> None:

@@ -64,6 +64,8 @@ class ParallelConfig:
         tensor_parallel_size: ranks over which heads and feed-forward widths of each block are split.
         ulysses_degree, ring_degree: ranks over which the tokens of each call are split: by exchanging heads for tokens
             around attention (Ulysses), by passing keys and values around (ring), or both.
+        vae_patch_parallel_size: ranks that compute the tiles of a VAE together, bit for bit as its own tiling does on one,
+            which it switches on. They are the rank that owns the VAE and others that run the same call; all hold its weights.
         schedule: `"rolling"`: a call returns at once with a result that is waited for when it is used, so that both
             branches of a step, and several requests, are in flight. `"gpipe"`: torch's ScheduleGPipe over the microbatches
             of each call, which runs it to its end.
@@ -103,6 +105,7 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     ulysses_degree: int = 1
     ring_degree: int = 1
+    vae_patch_parallel_size: int = 1
     schedule: str = "rolling"
     compile: str | None = None
     transport: str = "auto"
@@ -113,7 +116,7 @@ class ParallelConfig:
     output_ranks: Literal["all"] | Sequence[int] = "all"
 
     def __post_init__(self) -> None:
-        for name in (*DEGREES, "microbatches"):
+        for name in (*DEGREES, "microbatches", "vae_patch_parallel_size"):
             check_positive(name, getattr(self, name))
         check_partitioner(self.partitioner)
         choices = (
@@ -144,6 +147,11 @@ class ParallelConfig:
         seconds = self.timeout_seconds
         if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
             raise ConfigError(f"timeout_seconds={seconds!r}: expected a number of seconds above 0.")
+        if self.vae_patch_parallel_size > self.copy_size:
+            raise ConfigError(
+                f"vae_patch_parallel_size={self.vae_patch_parallel_size}: only {self.copy_size} ranks run a call together; "
+                f"use {self.copy_size} or less."
+            )
         self._check_ranks()
         for given in self.partition.values() if isinstance(self.partition, Mapping) else [self.partition]:
             if given is not None:
@@ -194,6 +202,11 @@ class ParallelConfig:
     def world_size(self) -> int:
         """The number of processes the degrees need."""
         return math.prod(getattr(self, name) for name in DEGREES)
+
+    @property
+    def copy_size(self) -> int:
+        """The number of ranks of each data-parallel copy, which make the same calls."""
+        return self.world_size // self.data_parallel_size
 
     @property
     def line_size(self) -> int:

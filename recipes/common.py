@@ -53,6 +53,10 @@ def base_parser(description: str) -> argparse.ArgumentParser:
     flags.add_argument("--config", type=Path, metavar="FILE", help="fields of ParallelConfig as YAML; flags beat it")
     flags.add_argument("--pipeline-parallel-size", type=int, metavar="STAGES", help="default: all launched processes")
     flags.add_argument("--cfg-parallel-size", type=int, metavar="REPLICAS")
+    flags.add_argument(
+        "--vae-patch-parallel-size", type=int, metavar="RANKS", help="ranks that compute the VAE's tiles together"
+    )
+    flags.add_argument("--vae-use-tiling", action="store_true", help="let the VAE work tile by tile")
     flags.add_argument("--partitioner", choices=sorted(PARTITIONERS), help="default: balanced")
     flags.add_argument("--partition", help="blocks per stage, for example 8,12,12,8")
     flags.add_argument("--ranks", help="what the ranks are, for example rtx4090,rtx3090 or 24GB*2,16GB")
@@ -83,6 +87,7 @@ def parallel_config(args: argparse.Namespace, defaults: Mapping[str, Any] | None
         defaults={"strategy": "auto", **(defaults or {})},
         pipeline_parallel_size=args.pipeline_parallel_size,
         cfg_parallel_size=args.cfg_parallel_size,
+        vae_patch_parallel_size=args.vae_patch_parallel_size,
         partitioner=args.partitioner,
         partition=args.partition,
         ranks=args.ranks,
@@ -93,7 +98,13 @@ def parallel_config(args: argparse.Namespace, defaults: Mapping[str, Any] | None
 def load_with(args: argparse.Namespace, config: ParallelConfig, **options: Any) -> Any:
     """The pipeline that the flags name, spread as the configuration says."""
     dtype = DTYPES[args.dtype] if args.dtype else None
-    return load_pipeline(args.model, config, dtype=dtype, variant=args.variant, **options)
+    pipeline = load_pipeline(args.model, config, dtype=dtype, variant=args.variant, **options)
+    if args.vae_use_tiling:
+        vae = getattr(pipeline, "vae", None)
+        if not hasattr(vae, "tiled_decode"):
+            raise ConfigError(f"--vae-use-tiling: {type(vae).__name__}, this pipeline's VAE, cannot work tile by tile.")
+        vae.enable_tiling()
+    return pipeline
 
 
 def run(recipe: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from dit_pipelining.comm.host_memory import start_receive, start_send
 from dit_pipelining.comm.links import Work, group_options
-from dit_pipelining.comm.mesh import Mesh, new_group
+from dit_pipelining.comm.mesh import Layout, Mesh, new_group
 from dit_pipelining.comm.packing import Part
 
 
@@ -124,18 +124,56 @@ def make_owner_links(
         outputs = everyone if len(members) == mesh.size else _audience(mesh, members, timeout, transport)
         links[owner] = OwnerLinks(mesh.line[owner], everyone, outputs, device)
         for audience in (everyone, outputs):
-            if audience.device is not None and dist.get_rank() in audience.ranks:
-                # No communicator is made while stages run.
-                dist.broadcast(torch.zeros(1, device=device), mesh.line[owner], group=audience.device)
+            _warm_up(audience, mesh.line[owner], device)
     return links
 
 
+def make_link(
+    source: int, ranks: Sequence[int], layout: Layout, device: torch.device, timeout: timedelta, transport: str
+) -> OwnerLinks:
+    """Make a group in which one rank sends to the others; every rank of the launch calls this alike.
+
+    Args:
+        source: the rank that sends.
+        ranks: all members, in one data-parallel copy; these ranks are those of the launch.
+        layout: of the launch.
+        device: of this rank.
+        timeout: of the group.
+        transport: how data moves between the ranks, from `choose_transport`.
+    """
+    alike = list(zip(*(layout.peers(rank, "data") for rank in sorted(ranks)), strict=True))
+    audience = _audience_of(tuple(sorted(ranks)), alike, timeout, transport)
+    _warm_up(audience, source, device)
+    return OwnerLinks(source, audience, audience, device)
+
+
+def portable(error: Exception, note: str) -> Exception:
+    """The error as other ranks can raise it: of the same type where that can be rebuilt from what is pickled."""
+    try:
+        copy: Exception = pickle.loads(pickle.dumps(error))
+    except Exception:
+        copy = RuntimeError(f"{type(error).__name__}: {error}")
+    copy.add_note(note)
+    return copy
+
+
+def _warm_up(audience: Audience, source: int, device: torch.device) -> None:
+    """No communicator is made while stages run."""
+    if audience.device is not None and dist.get_rank() in audience.ranks:
+        dist.broadcast(torch.zeros(1, device=device), source, group=audience.device)
+
+
 def _audience(mesh: Mesh, ranks: Sequence[int], timeout: timedelta, transport: str) -> Audience:
-    members = tuple(mesh.line[rank] for rank in ranks)
-    if len(ranks) == 1:
+    return _audience_of(tuple(mesh.line[rank] for rank in ranks), mesh.in_all_lines(ranks), timeout, transport)
+
+
+def _audience_of(
+    members: tuple[int, ...], alike: Sequence[Sequence[int]], timeout: timedelta, transport: str
+) -> Audience:
+    if len(members) == 1:
         return Audience(members, None, None)
-    host = new_group(mesh.in_all_lines(ranks), timeout)
+    host = new_group(alike, timeout)
     device = None
     if transport != "host":
-        device = new_group(mesh.in_all_lines(ranks), timeout, "nccl", group_options("nccl"))
+        device = new_group(alike, timeout, "nccl", group_options("nccl"))
     return Audience(members, host, device)

@@ -11,9 +11,11 @@ What else a call changes travels with the result: torch's random state, and that
 exception travels too, and is raised on every rank. A distribution (`latent_dist`) travels as its tensors, so each rank
 samples it with its own generator. A submodule that is called from outside (CLIP's final norm by Kandinsky) is a component
 in its own right as soon as it is reached.
+
+Ranks that help with the tiles of a VAE do so within the call too, before they give their turn away: see [Note: tiles on
+other ranks].
 """
 
-import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +23,7 @@ from typing import Any
 
 import torch
 
-from dit_pipelining.comm.components import OwnerLinks
+from dit_pipelining.comm.components import OwnerLinks, portable
 from dit_pipelining.comm.links import Work
 from dit_pipelining.comm.packing import Packed, pack, tensor_in, unpack
 from dit_pipelining.errors import ConfigError
@@ -29,6 +31,7 @@ from dit_pipelining.runtime.pending import resolved
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.runtime.turns import OtherRequestFailedError, RequestCancelledError, random_state, set_random_state
 from dit_pipelining.runtime.withheld import refuse_withheld, withheld
+from dit_pipelining.sharding.vae_tiles import VaeTiles
 from dit_pipelining.torch_internals import tree_flatten
 
 DECODES = re.compile(r"(^|_)(forward|decode|denoise)(_|$)")
@@ -52,12 +55,19 @@ class OwnedComponent:
         rolling: the pipeline's runtime.
 
     Attributes:
+        tiles: what this rank has to do with the tiles of this VAE, where they are spread over ranks.
         running: this rank is within a call of the component, whose own calls of its parts are ordinary ones.
         alone: calls are made on this rank only; see `on_this_rank`.
     """
 
     def __init__(
-        self, name: str, links: OwnerLinks, rank: int, is_decoder: bool, output_ranks: tuple[int, ...], rolling: Rolling
+        self,
+        name: str,
+        links: OwnerLinks,
+        rank: int,
+        is_decoder: bool,
+        output_ranks: tuple[int, ...],
+        rolling: Rolling,
     ) -> None:
         self.name = name
         self.links = links
@@ -65,6 +75,7 @@ class OwnedComponent:
         self.is_decoder = is_decoder
         self.output_ranks = output_ranks
         self.rolling = rolling
+        self.tiles: VaeTiles | None = None
         self.running = False
         self.alone = False
 
@@ -92,14 +103,21 @@ class OwnedComponent:
         self.rolling.guard.count_step()
         shows = self.is_decoder and DECODES.search(method) is not None
         audience = self.links.outputs if shows else self.links.everyone
+        if self.tiles is not None and not self.tiles.leads:
+            self._help(self.tiles)
         if not self.is_owner:
             self._end_turn(RECEIVES, self._discard)
             message, flats = self._receive()
             return self._take(message, flats, args, kwargs)
-        message, flats, error, result = self._run(function, args, kwargs)
+        if self.tiles is None or self.tiles.leads:
+            message, flats, error, result = self._run(function, args, kwargs)
+        else:
+            message, flats, error, result = self._from_lead(self.tiles, args, kwargs)
         message["shows"] = shows
-        with self._watched():
+        with self.watched():
             works = self.links.send(message, flats, audience)
+            if self.tiles is not None:
+                works += self.tiles.tell_owners(message, flats)
         self._end_turn(SENDS, lambda: self._finish(works))
         self._finish(works)
         if error is not None:
@@ -123,15 +141,17 @@ class OwnedComponent:
         result = None
         self.running = True
         try:
-            refuse_withheld(f"the component {self.name!r}", args, kwargs)
-            result = function(*args, **kwargs)
+            if self.tiles is None:
+                result = self._checked(function, args, kwargs)
+            else:
+                result = self.tiles.run(lambda: self._checked(function, args, kwargs))
             message["result"], flats = pack(result)
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()  # see [Note: order on the groups of components]
             error = None
         except Exception as raised:
             error = raised
-            message["error"] = _portable(error, self.name, self.rank)
+            message["error"] = portable(error, f"raised by the component {self.name!r} on rank {self.rank}")
         finally:
             self.running = False
         after = random_state()
@@ -140,9 +160,28 @@ class OwnedComponent:
         message["seeds"] = states if _differ(seeds, states) else None
         return message, flats, error, result
 
+    def _checked(self, function: Call, args: Any, kwargs: Any) -> Any:
+        refuse_withheld(f"the component {self.name!r}", args, kwargs)
+        return function(*args, **kwargs)
+
+    def _help(self, tiles: VaeTiles) -> None:
+        self.running = True
+        try:
+            tiles.serve()
+        finally:
+            self.running = False
+
+    def _from_lead(self, tiles: VaeTiles, args: Any, kwargs: Any) -> tuple[dict[str, Any], list[Any], Any, Any]:
+        """What `_run` gives, from the owner in another line of ranks."""
+        with self.watched():
+            message, flats = tiles.hear_lead()
+        self._set_random(message, args, kwargs)
+        result = None if "error" in message else unpack(message["result"], tensor_in(flats))
+        return message, flats, message.get("error"), result
+
     def _receive(self) -> tuple[dict[str, Any], list[torch.Tensor] | None]:
         """The owner's next message, and the bytes of the result; None if there are none for this rank."""
-        with self._watched():
+        with self.watched():
             message = self.links.receive_header()
             audience = self.links.outputs if message["shows"] else self.links.everyone
             if "result" not in message or self.rank not in audience.ranks:
@@ -153,22 +192,25 @@ class OwnedComponent:
         self._receive()
 
     def _finish(self, works: Sequence[Work]) -> None:
-        with self._watched():
+        with self.watched():
             for work in works:
                 work.wait()
 
     def _take(self, message: dict[str, Any], flats: list[torch.Tensor] | None, args: Any, kwargs: Any) -> Any:
-        if message["random"] is not None:
-            set_random_state(message["random"])
-        if message["seeds"] is not None:
-            for generator, state in zip(_generators(args, kwargs), message["seeds"], strict=True):
-                generator.set_state(state)
+        self._set_random(message, args, kwargs)
         if "error" in message:
             raise message["error"]
         packed: Packed = message["result"]
         if flats is None:
             return unpack(packed, lambda layout: withheld(layout, self.device))
         return unpack(packed, tensor_in(flats))
+
+    def _set_random(self, message: dict[str, Any], args: Any, kwargs: Any) -> None:
+        if message["random"] is not None:
+            set_random_state(message["random"])
+        if message["seeds"] is not None:
+            for generator, state in zip(_generators(args, kwargs), message["seeds"], strict=True):
+                generator.set_state(state)
 
     def _end_turn(self, order: int, finish: Callable[[], None]) -> None:
         """Let the others run. A request that ends here leaves no transfer behind.
@@ -188,7 +230,7 @@ class OwnedComponent:
             raise
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def watched(self) -> Iterator[None]:
         """What goes wrong with a transfer ends the run."""
         try:
             yield
@@ -204,14 +246,3 @@ def _generators(*values: Any) -> list[torch.Generator]:
 def _differ(one: Any, other: Any) -> bool:
     pairs = zip(tree_flatten(one)[0], tree_flatten(other)[0], strict=True)
     return any(before is not after and not torch.equal(before, after) for before, after in pairs)
-
-
-def _portable(error: Exception, name: str, rank: int) -> Exception:
-    """The error as other ranks can raise it: of the same type where that can be rebuilt from what is pickled."""
-    note = f"raised by the component {name!r} on rank {rank}"
-    try:
-        copy: Exception = pickle.loads(pickle.dumps(error))
-    except Exception:
-        copy = RuntimeError(f"{type(error).__name__}: {error}")
-    copy.add_note(note)
-    return copy

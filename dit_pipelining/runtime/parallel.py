@@ -1,8 +1,9 @@
 """Spread a pipeline's transformers over the ranks of this launch."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from dit_pipelining.runtime.components import OwnedComponent
 from dit_pipelining.runtime.executor import FillStage, TransformerExecutor
 from dit_pipelining.runtime.owned import is_owned, own
 from dit_pipelining.runtime.rolling import Rolling
+from dit_pipelining.sharding.tile_ranks import TileRanks
+from dit_pipelining.sharding.vae_tiles import VaeTiles, make_tile_links, switch_on
 from dit_pipelining.weights.components import drop_weights
 from dit_pipelining.weights.given import Untouched
 from dit_pipelining.weights.load import load_weights, release_weights
@@ -35,6 +38,7 @@ def spread(
     transformers: Mapping[str, nn.Module],
     fill: Mapping[str, FillStage],
     owners: Mapping[str, int],
+    tiles: Mapping[str, TileRanks],
     config: ParallelConfig,
     device: torch.device,
     guard: Guard,
@@ -46,11 +50,14 @@ def spread(
         transformers: those of its components that are split, by name.
         fill: how each of them gets the weights of this rank's stage.
         owners: the rank, within its line, of each component that lives on one; elsewhere it has no weights.
+        tiles: the ranks that compute the tiles of a VAE together, by its name; they all have its weights.
         config: degrees and partitioner.
         device: of this rank.
         guard: of this launch.
     """
-    mesh = layout_of(config).mesh(dist.get_rank())
+    layout = layout_of(config)
+    mesh = layout.mesh(dist.get_rank())
+    tile_places = {name: {layout.mesh(rank).rank for rank in own.compute} for name, own in tiles.items()}
     shown = tuple(mesh.line[rank] for rank in config.shown_on())
     timeout = timedelta(seconds=config.timeout_seconds)
     transport = choose_transport(config, device, new_group(mesh.in_all_lines(range(mesh.size)), timeout))
@@ -59,7 +66,7 @@ def spread(
     for name, model in transformers.items():
         if getattr(pipeline, name) is not model:
             raise SplitError(f"{type(pipeline).__name__} did not take over its component {name!r}; it cannot be split.")
-        beside = held_beside(pipeline, name, transformers, owners, config)
+        beside = held_beside(pipeline, name, transformers, owners, config, tile_places)
         own_fill = _with_shared(fill[name], _shared_with_others(pipeline, name, model))
         attach(model, TransformerExecutor(name, model, config, rolling, own_fill, beside))
     for name, component in pipeline.components.items():
@@ -69,17 +76,24 @@ def spread(
             component.to(device)
             resolve_inputs(name, component)
         elif not is_owned(component):  # one module can have two names
-            _place(component, device, is_owner=owners[name] == mesh.rank)
+            spread_over = tiles.get(name)
+            helps = spread_over is not None and mesh.world_rank in spread_over.compute
+            _place(component, device, has_weights=helps or owners[name] == mesh.rank)
             links = owner_links[owners[name]]
             is_decoder = kind_of(type(component)) == "decoder"
-            own(component, OwnedComponent(name, links, mesh.world_rank, is_decoder, shown, rolling))
+            owned = OwnedComponent(name, links, mesh.world_rank, is_decoder, shown, rolling)
+            if spread_over is not None:
+                tile_links = make_tile_links(spread_over, layout, device, timeout, transport)
+                owned.tiles = VaeTiles(name, component, spread_over, tile_links, mesh.world_rank, device, owned.watched)
+                switch_on(component)
+            own(component, owned)
     if mesh.world_rank != 0:
         pipeline.set_progress_bar_config(disable=True)
     attach_pipeline(pipeline, rolling, shows=mesh.world_rank in shown)
 
 
-def _place(component: nn.Module, device: torch.device, *, is_owner: bool) -> None:
-    if is_owner:
+def _place(component: nn.Module, device: torch.device, *, has_weights: bool) -> None:
+    if has_weights:
         component.to(device)
         return
     drop_weights(component)
@@ -106,10 +120,12 @@ def held_beside(
     transformers: Mapping[str, nn.Module],
     owners: Mapping[str, int],
     config: ParallelConfig,
+    tile_places: Mapping[str, Collection[int]] = MappingProxyType({}),
 ) -> list[Component]:
     """What the rank of each stage holds besides that stage of one transformer.
 
-    That is its stage of every other transformer, about an even share, the components that it owns, and those that every rank
+    That is its stage of every other transformer, about an even share, the components that it owns or whose tiles it computes
+    (`tile_places`, ranks within a line), and those that every rank
     has; of the ranks of a stage in several replicas the one that holds most counts. A VAE that shall have a rank of its own
     has the one that owns it, else the last one.
     """
@@ -118,7 +134,8 @@ def held_beside(
     others = sum(sizes[other] for other in transformers if other != name) // stages
     everywhere = sum(size for key, size in sizes.items() if key not in transformers and key not in owners)
     owned = [
-        sum(sizes.get(key, 0) for key, owner in owners.items() if owner == rank) for rank in range(config.line_size)
+        sum(sizes.get(key, 0) for key, owner in owners.items() if rank == owner or rank in tile_places.get(key, ()))
+        for rank in range(config.line_size)
     ]
     alone = owners.get("vae", stages - 1) % stages if config.vae_placement == "shared" else None
     return [

@@ -3,7 +3,7 @@
 import inspect
 import json
 import tempfile
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from dit_pipelining.comm.packing import pack, tensor_in, unpack
 from dit_pipelining.errors import SplitError
+from dit_pipelining.sharding.tile_ranks import can_spread
 from dit_pipelining.weights.checkpoint import has_variant
 from dit_pipelining.weights.load import release_weights
 from dit_pipelining.weights.pipelines import name_source
@@ -38,9 +39,9 @@ def components_in_folder(
             continue
         cls = _component_class(*entry)
         kind = kind_of(cls) if cls is not None else None
-        if kind is not None:
+        if cls is not None and kind is not None:
             files = [file for pattern in WEIGHT_FILES for file in (folder / name).glob(pattern)]
-            found[name] = ComponentSize(kind, sum(file.stat().st_size for file in files))
+            found[name] = ComponentSize(kind, sum(file.stat().st_size for file in files), can_spread(cls))
     return found
 
 
@@ -50,7 +51,8 @@ def components_in_memory(components: Mapping[str, Any]) -> dict[str, ComponentSi
     for name, component in components.items():
         kind = kind_of(type(component)) if isinstance(component, nn.Module) else None
         if kind is not None:
-            found[name] = ComponentSize(kind, sum(p.numel() * p.itemsize for p in component.parameters()))
+            size = sum(p.numel() * p.itemsize for p in component.parameters())
+            found[name] = ComponentSize(kind, size, can_spread(type(component)))
     return found
 
 
@@ -58,6 +60,7 @@ def load_on_owners(
     folder: Path,
     index: Mapping[str, Any],
     owners: Mapping[str, int],
+    helpers: Mapping[str, Collection[int]],
     options: Mapping[str, Any],
     group: dist.ProcessGroup,
 ) -> dict[str, nn.Module]:
@@ -71,6 +74,7 @@ def load_on_owners(
         folder: of the pipeline.
         index: content of its model_index.json.
         owners: rank of each component, by name; a rank of the launch.
+        helpers: other ranks that load it too, by name of the component.
         options: `dtype` and `variant`, as `from_pretrained` takes them.
         group: of the ranks that run the pipeline together, over gloo.
 
@@ -78,23 +82,25 @@ def load_on_owners(
         Exception: what loading raised, on every rank.
     """
     rank = dist.get_rank()
-    mine = [name for name, owner in owners.items() if owner == rank]
+    mine = [name for name, owner in owners.items() if rank in (owner, *helpers.get(name, ()))]
     loaded: dict[str, nn.Module] = {}
     packed: dict[str, Any] = {}
     error: Exception | None = None
     try:
         loaded = _load(folder, index, mine, options) if mine else {}
-        packed = {name: _packed(name, component) for name, component in loaded.items()}
+        packed = {name: _packed(name, part) for name, part in loaded.items() if owners[name] == rank}
     except Exception as raised:
         error = raised
     found = dict(loaded)
-    for owner in sorted(set(owners.values())):
-        box: list[Any] = [_failed(error) or packed] if owner == rank else [None]
-        dist.broadcast_object_list(box, src=owner, group=group)
+    inside = dist.get_process_group_ranks(group)
+    loading = {*owners.values(), *(helper for name in owners for helper in helpers.get(name, ()))}
+    for source in sorted(loading.intersection(inside)):
+        box: list[Any] = [_failed(error) or packed] if source == rank else [None]
+        dist.broadcast_object_list(box, src=source, group=group)
         if isinstance(box[0], SplitError):
             raise error or box[0]
-        if owner != rank:
-            found |= {name: unpack(header, tensor_in(flats)) for name, (header, flats) in box[0].items()}
+        others = {name: own for name, own in box[0].items() if name not in loaded}
+        found |= {name: unpack(header, tensor_in(flats)) for name, (header, flats) in others.items()}
     return {name: found[name] for name in owners}
 
 

@@ -24,10 +24,17 @@ Placement = int | Literal["all"]
 
 @dataclass(frozen=True)
 class ComponentSize:
-    """What placing needs to know: the kind, and the bytes of the weights."""
+    """What placing needs to know.
+
+    Attributes:
+        kind: of the component.
+        bytes: of its weights.
+        tiles: its tiles can be spread over ranks.
+    """
 
     kind: Kind
     bytes: int
+    tiles: bool = False
 
 
 def kind_of(cls: type) -> Kind | None:

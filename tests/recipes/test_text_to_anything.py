@@ -31,9 +31,11 @@ def test_a_video_over_two_replicas_of_two_stages_is_that_of_one_process(tmp_path
     flags = ["--model", str(model), "--prompt", "a red cat", *size]
     alone = output_of("text_to_video.py", 1, tmp_path / "one.mp4", *flags)
     spread = ["--pipeline-parallel-size", "2", "--cfg-parallel-size", "2", "--output", str(tmp_path / "four.mp4")]
-    done = run("text_to_video.py", 4, *flags, *spread)
+    tiles = ["--vae-patch-parallel-size", "3", "--vae-use-tiling"]
+    done = run("text_to_video.py", 4, *flags, *spread, *tiles)
     assert done.returncode == 0, done.stderr[-3000:]
     assert np.array_equal(imageio.imread(tmp_path / "four.mp4"), alone)
+    assert "vae_patch_parallel_size switches the tiling of AutoencoderKLWan on" in done.stderr
 
 
 def test_a_file_says_how_the_ranks_are_used_and_flags_beat_it(tmp_path: Path) -> None:
