@@ -30,6 +30,7 @@ from dit_pipelining.runtime.executor import check_counts
 from dit_pipelining.runtime.parallel import from_checkpoint, from_memory, spread
 from dit_pipelining.runtime.requests import OnOutput, run_requests
 from dit_pipelining.runtime.serving import RequestQueue
+from dit_pipelining.sharding.sequence import check_sequence_parallel
 from dit_pipelining.sharding.tile_ranks import TileRanks, tile_ranks
 from dit_pipelining.stream.session import VideoStream
 from dit_pipelining.stream.spec import StreamSpec
@@ -310,6 +311,8 @@ def _check_splits(config: ParallelConfig, models: Mapping[str, nn.Module]) -> No
     config.check_components(models)
     for model in models.values():
         refuse_hooks(model)
+        if config.sequence_parallel_size > 1:
+            check_sequence_parallel(model, config.ring_degree, config.ulysses_degree, config.tensor_parallel_size)
     target = machine(config.pipeline_parallel_size, config.ranks, config.profile, config.topology)
     given = [check_counts(config, name, model) for name, model in models.items()]
     if target.has_limits and not any(given):

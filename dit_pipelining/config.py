@@ -32,6 +32,7 @@ DEGREES = (
 
 SCHEDULES = ("rolling", "gpipe")
 COMPILE_MODES = (None, "blocks", "blocks-cudagraphs")
+ULYSSES_MODES = ("strict", "anything")
 TRANSPORTS = ("auto", "peer", "nccl", "host")
 VAE_PLACEMENTS = ("inline", "shared")
 TOPOLOGIES = ("auto", "nvlink", "pcie", "ethernet")
@@ -64,6 +65,8 @@ class ParallelConfig:
         tensor_parallel_size: ranks over which heads and feed-forward widths of each block are split.
         ulysses_degree, ring_degree: ranks over which the tokens of each call are split: by exchanging heads for tokens
             around attention (Ulysses), by passing keys and values around (ring), or both.
+        ulysses_mode: `"strict"`: tokens of images, videos and texts are multiples of ring_degree x ulysses_degree;
+            `"anything"`: any number, at the price of a message between the ranks' hosts at each attention.
         vae_patch_parallel_size: ranks that compute the tiles of a VAE together, bit for bit as its own tiling does on one,
             which it switches on. They are the rank that owns the VAE and others that run the same call; all hold its weights.
         schedule: `"rolling"`: a call returns at once with a result that is waited for when it is used, so that both
@@ -105,6 +108,7 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     ulysses_degree: int = 1
     ring_degree: int = 1
+    ulysses_mode: str = "strict"
     vae_patch_parallel_size: int = 1
     schedule: str = "rolling"
     compile: str | None = None
@@ -122,6 +126,7 @@ class ParallelConfig:
         choices = (
             ("schedule", SCHEDULES),
             ("transport", TRANSPORTS),
+            ("ulysses_mode", ULYSSES_MODES),
             ("compile", COMPILE_MODES),
             ("topology", TOPOLOGIES),
             ("vae_placement", VAE_PLACEMENTS),
@@ -144,6 +149,8 @@ class ParallelConfig:
             raise ConfigError(
                 'schedule="gpipe" runs one pipeline; use schedule="rolling" with cfg_parallel_size above 1.'
             )
+        if self.sequence_parallel_size > 1:
+            self._check_beside_sequence_parallel()
         seconds = self.timeout_seconds
         if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
             raise ConfigError(f"timeout_seconds={seconds!r}: expected a number of seconds above 0.")
@@ -160,6 +167,23 @@ class ParallelConfig:
     def shown_on(self) -> tuple[int, ...]:
         """The ranks that return what the pipeline makes, in order."""
         return tuple(range(self.line_size)) if self.output_ranks == "all" else tuple(sorted(set(self.output_ranks)))
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """The number of ranks that share the tokens of a call."""
+        return self.ring_degree * self.ulysses_degree
+
+    def _check_beside_sequence_parallel(self) -> None:
+        if self.rebalance:
+            raise ConfigError(
+                "rebalance moves blocks by what one pipeline measures, but with ulysses_degree or ring_degree several "
+                "must move alike; leave one of them out."
+            )
+        if self.compile is not None:
+            raise ConfigError(
+                f"compile={self.compile!r} does not see the exchange of heads and tokens within attention; leave it out with "
+                "ulysses_degree or ring_degree."
+            )
 
     def _check_ranks(self) -> None:
         places: Mapping[str, Any] = self.component_ranks or {}

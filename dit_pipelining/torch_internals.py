@@ -191,3 +191,21 @@ def every_group() -> list[tuple[dist.ProcessGroup, str]]:
     """All process groups that this rank is in, each with the names of its backends; none that is being destroyed."""
     backends = dict(c10d._world.pg_backend_config)
     return [(group, str(backends[group])) for group in list(c10d._world.pg_map) if group in backends]
+
+
+def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The tensors of all ranks of a group one after the other along the first dimension; has a shape on fake tensors too."""
+    functional = torch.ops._c10d_functional
+    gathered: torch.Tensor = functional.wait_tensor(
+        functional.all_gather_into_tensor(tensor, group.size(), group.group_name)
+    )
+    return gathered
+
+
+def all_to_all(tensor: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Parts of the first dimension, `sent[i]` long, to each rank i of a group, and `received[i]` long ones of each."""
+    functional = torch.ops._c10d_functional
+    exchanged: torch.Tensor = functional.wait_tensor(
+        functional.all_to_all_single(tensor, received, sent, group.group_name)
+    )
+    return exchanged

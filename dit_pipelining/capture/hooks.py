@@ -3,6 +3,7 @@
 from torch import nn
 
 from dit_pipelining.errors import ConfigError
+from dit_pipelining.sharding.sequence import splits_tokens
 
 CACHES = (
     "caches decide from one block what the others skip, and keep what blocks gave between calls; the blocks are on several "
@@ -38,7 +39,7 @@ def refuse_hooks(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         registry = vars(module).get("_diffusers_hook")
-        hooks = [str(hook) for hook in getattr(registry, "hooks", ())]
+        hooks = [str(name) for name, hook in getattr(registry, "hooks", {}).items() if not splits_tokens(hook)]
         if "_hf_hook" in vars(module):
             hooks.append("accelerate's offload or device_map")
         if hooks:

@@ -59,6 +59,7 @@ class Layout:
 
 
 LINE = ("cfg", "pipeline")
+CALLERS = (*LINE, "ring", "ulysses", "tensor")
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,11 @@ class Mesh:
     def copies(self) -> tuple[int, ...]:
         """The ranks in the launch that have this place in each data-parallel copy."""
         return self.layout.peers(self.world_rank, "data")
+
+    @property
+    def callers(self) -> tuple[int, ...]:
+        """The ranks in the launch that make the same calls: those of all lines of this data-parallel copy."""
+        return self.layout.peers(self.world_rank, *CALLERS)
 
     def ranks_of(self, replica: int) -> list[int]:
         """The ranks of a replica within the line, in the order of its stages."""

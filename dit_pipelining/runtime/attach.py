@@ -19,6 +19,7 @@ from dit_pipelining.runtime.owned import REFUSED, is_owned, refusal
 from dit_pipelining.runtime.pending import resolved
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.runtime.withheld import hand_through, refuse_withheld, without_data
+from dit_pipelining.sharding.sequence import splits_tokens_of
 from dit_pipelining.torch_internals import parse_to
 
 EXECUTOR = "_dit_pipelining_executor"
@@ -38,8 +39,9 @@ def attach(model: nn.Module, executor: TransformerExecutor) -> None:
             f"this {type(model).__name__} is split over ranks already; load the pipeline again to change it."
         )
     cls: Any = type(model)
-    own_forward = model.__dict__.get("forward")  # diffusers leaves the class's own there when a hook is removed
-    if getattr(own_forward, "__func__", None) is cls.forward:
+    # diffusers leaves the class's own there when a hook is removed; one that splits tokens is what the executor captures.
+    own_forward = model.__dict__.get("forward")
+    if getattr(own_forward, "__func__", None) is cls.forward or splits_tokens_of(model):
         del model.__dict__["forward"]
     elif own_forward is not None:
         raise ConfigError(

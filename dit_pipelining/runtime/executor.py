@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dit_pipelining.capture.blocks import find_blocks
@@ -143,6 +144,7 @@ class TransformerExecutor:
         kwargs = bind(self.model.forward, (), kwargs)
         graph = self._captures.get(kwargs)
         cut = plan_cut(graph, self.model, self.machine, self.config.partitioner, self.counts, self._components)
+        cut = replace(cut, partition=self._as_all_callers(cut.partition))
         stage = self.rolling.mesh.stage
         unused = unused_tensors(self.model, graph, find_blocks(self.model, self.config.blocks))
 
@@ -157,6 +159,15 @@ class TransformerExecutor:
             self.rolling.between_calls.append(self._rebalance)
         self._prepare_stage()
         return self.split
+
+    def _as_all_callers(self, partition: Partition) -> Partition:
+        """Where the first of the ranks cuts that make the same calls: their parts of the tokens can cost different times."""
+        mesh = self.rolling.mesh
+        if mesh.callers == mesh.line:
+            return partition
+        shared = [partition]
+        dist.broadcast_object_list(shared, group_src=0, group=self.rolling.callers)
+        return shared[0]
 
     def _rebalance(self) -> None:
         assert self.rebalancer is not None

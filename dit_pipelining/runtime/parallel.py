@@ -23,6 +23,8 @@ from dit_pipelining.runtime.components import OwnedComponent
 from dit_pipelining.runtime.executor import FillStage, TransformerExecutor
 from dit_pipelining.runtime.owned import is_owned, own
 from dit_pipelining.runtime.rolling import Rolling
+from dit_pipelining.sharding.groups import make_sequence_groups
+from dit_pipelining.sharding.sequence import apply_sequence_parallel
 from dit_pipelining.sharding.tile_ranks import TileRanks
 from dit_pipelining.sharding.vae_tiles import VaeTiles, make_tile_links, switch_on
 from dit_pipelining.weights.components import drop_weights
@@ -63,6 +65,10 @@ def spread(
     transport = choose_transport(config, device, new_group(mesh.in_all_lines(range(mesh.size)), timeout))
     owner_links = make_owner_links(mesh, list(owners.values()), config.shown_on(), device, timeout, transport)
     rolling = Rolling(mesh, device, timeout, guard, transport)
+    if config.sequence_parallel_size > 1:
+        groups = make_sequence_groups(layout_of(config), mesh.world_rank, device, timeout)
+        for model in transformers.values():
+            apply_sequence_parallel(model, groups, uneven=config.ulysses_mode == "anything")
     for name, model in transformers.items():
         if getattr(pipeline, name) is not model:
             raise SplitError(f"{type(pipeline).__name__} did not take over its component {name!r}; it cannot be split.")

@@ -15,7 +15,7 @@ from dit_pipelining.capture.signature import CallInputs
 from dit_pipelining.comm.cuda_streams import new_stream
 from dit_pipelining.comm.failure import Guard
 from dit_pipelining.comm.links import make_links
-from dit_pipelining.comm.mesh import Mesh, new_group
+from dit_pipelining.comm.mesh import CALLERS, Mesh, new_group
 from dit_pipelining.comm.peer_links import PeerLinks
 from dit_pipelining.lowering.stage import StageModule
 from dit_pipelining.runtime.agreement import agree
@@ -40,6 +40,7 @@ class Rolling:
     Attributes:
         copies_group: a gloo group of the ranks with this rank's place in the data-parallel copies.
         control: a gloo group of the ranks of this line, for what the hosts tell each other.
+        callers: a gloo group of the ranks that make the same calls, in this line and in those it shares them with.
         between_calls: what every rank does before each call of the pipeline, while nothing is in flight.
         unfinished: transfers of components that requests have left because another one failed, and their order.
     """
@@ -56,6 +57,7 @@ class Rolling:
         self.unfinished: list[tuple[int, Callable[[], None]]] = []
         self._timeout = timeout.total_seconds()
         self.control = new_group(mesh.in_all_lines(range(mesh.size)), timeout)
+        self.callers = self.control if mesh.callers == mesh.line else new_group(mesh.layout.groups(*CALLERS), timeout)
         self.copies_group = new_group(mesh.layout.groups("data"), timeout)
         self.between_calls: list[Callable[[], None]] = []
         self.runner = self._make_runner(timeout, transport)
@@ -105,7 +107,7 @@ class Rolling:
         """
         with self.guard.call(after_agreement=self.drain) as outermost:
             if outermost:
-                agree(name, arguments, self.control, self.device)
+                agree(name, arguments, self.callers, self.device)
                 if self.between_calls:
                     self.drain()
                 for act in self.between_calls:

@@ -90,7 +90,7 @@ class RequestQueue:
     """
 
     def __init__(self, pipeline: Any, rolling: Rolling | None, max_in_flight: int, max_waiting: int) -> None:
-        self.leads = rolling is None or rolling.mesh.rank == 0
+        self.leads = rolling is None or rolling.mesh.world_rank == rolling.mesh.callers[0]
         self._pipeline = pipeline
         self._rolling = rolling
         self._max_in_flight = max_in_flight
@@ -205,7 +205,7 @@ class RequestQueue:
         assert rolling is not None
         door = rolling.turns.current()
         while True:
-            news = self._exchange(rolling.control)
+            news = self._exchange(rolling.callers)
             for index, reason in news.cancelled:
                 if index in self._running:
                     self._running[index].cancelled = reason
@@ -219,10 +219,10 @@ class RequestQueue:
             door.submitted = 1  # so that the turn passes
             rolling.turns.end_turn()
 
-    def _exchange(self, control: dist.ProcessGroup) -> _News:
+    def _exchange(self, callers: dist.ProcessGroup) -> _News:
         """Rank 0 says what is new; the others compare how their requests have ended."""
         message = [self._news() if self.leads else None]
-        dist.broadcast_object_list(message, src=0, group=control)
+        dist.broadcast_object_list(message, group_src=0, group=callers)
         news = message[0]
         assert isinstance(news, _News)
         mine, self._ended = self._ended, []
