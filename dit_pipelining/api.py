@@ -381,10 +381,10 @@ def serve(pipeline: Any, *, max_in_flight: int | None = None, max_waiting: int =
             check_positive(name, number)
     rolling = rolling_of(pipeline)
     ranks = rolling.mesh.size if rolling is not None else 1
-    if rolling is not None and ranks < dist.get_world_size():
+    if rolling is not None and len(rolling.mesh.copies) > 1:
         raise ConfigError(
-            f"a queue of requests runs on one line of {ranks} ranks (pipeline_parallel_size x cfg_parallel_size), but "
-            f"{dist.get_world_size()} were launched: use generate(), or leave the other sizes at 1."
+            f"a queue of requests runs on one copy of a pipeline, but there are data_parallel_size={len(rolling.mesh.copies)}: "
+            "use generate(), or data_parallel_size=1."
         )
     queue = RequestQueue(pipeline, rolling, max_in_flight or 2 * ranks, max_waiting)
     try:

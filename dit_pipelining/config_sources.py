@@ -5,7 +5,8 @@ A file and the environment may set every field of ParallelConfig under its own n
 `DIT_PIPELINING_`. Besides, these keys of configurations for streaming diffusion are understood:
 
 - `strategy`: `none` (one stage), `pipeline` (`pipeline_stages`, or as many as processes), `auto` (as many stages as
-  processes). `sequence` is refused.
+  processes), `sequence` (tokens split over as many ranks as processes, by Ulysses). What other degrees need of the processes
+  is taken off.
 - `pipeline_stages`: `pipeline_parallel_size`.
 - `block_partition`: `uniform` (the partitioner of that name), `dynamic` (`rebalance`).
 - `hardware.topology`: `topology`, as a key with a dot or nested.
@@ -19,16 +20,18 @@ import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from dit_pipelining.config import ParallelConfig, check_positive
+from dit_pipelining.config import DEGREES, ParallelConfig, check_positive
 from dit_pipelining.errors import ConfigError
 
 PREFIX = "DIT_PIPELINING_"
 SIZE = "pipeline_parallel_size"
+ULYSSES = "ulysses_degree"
 FIELDS = tuple(field.name for field in fields(ParallelConfig))
 VARIABLES = {
     "DIFFUSION_PARALLELISM_STRATEGY": "strategy",
@@ -41,7 +44,7 @@ VARIABLES = {
     "DIFFUSION_MAX_TTFF_MS": "slo.max_ttff_ms",
     "DIFFUSION_ADAPTIVE_STEPS": "slo.adaptive_steps",
 }
-STRATEGIES = ("none", "pipeline", "auto")
+STRATEGIES = ("none", "pipeline", "auto", "sequence")
 BLOCK_PARTITIONS: dict[str, dict[str, Any]] = {"uniform": {"partitioner": "uniform"}, "dynamic": {"rebalance": True}}
 OTHER_NAMES = {"pipeline_stages": SIZE, "hardware.topology": "topology"}
 STREAM_KEYS = ("stream_batch_steps", "slo.target_fps", "slo.max_ttff_ms", "slo.adaptive_steps")
@@ -95,11 +98,16 @@ def load_config(
         strategy = source.settings.get("strategy")
         if strategy == "auto" or (strategy == "pipeline" and SIZE not in merged):
             merged[SIZE] = None  # as many as processes, unless somebody says more
+        if strategy == "sequence":
+            merged |= {SIZE: 1, ULYSSES: None}
         merged |= own
-    if merged.get(SIZE, 1) is None:
-        replicas = merged.get("cfg_parallel_size", 1)
-        check_positive("cfg_parallel_size", replicas)
-        merged[SIZE] = max(int(environment.get("WORLD_SIZE", "1")) // replicas, 1)  # WORLD_SIZE: torchrun's
+    for size in (SIZE, ULYSSES):
+        if merged.get(size, 1) is None:
+            others = [name for name in DEGREES if name != size and name in merged]
+            for name in others:
+                check_positive(name, merged[name])
+            processes = int(environment.get("WORLD_SIZE", "1"))  # torchrun's
+            merged[size] = max(processes // prod(merged[name] for name in others), 1)
     return ParallelConfig(**merged)
 
 
@@ -134,8 +142,6 @@ def _as_fields(source: _Source) -> dict[str, Any]:
             raise ConfigError(f"{source.of('block_partition')}: expected one of {', '.join(BLOCK_PARTITIONS)}.")
         found = {**meaning, **found}
     strategy = source.settings.get("strategy")
-    if strategy == "sequence":
-        raise ConfigError(f"{source.of('strategy')}: sequence parallelism is not built; use pipeline, auto or none.")
     if strategy is not None and strategy not in STRATEGIES:
         raise ConfigError(f"{source.of('strategy')}: expected one of {', '.join(STRATEGIES)}.")
     if strategy == "none":

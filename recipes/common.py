@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from dit_pipelining.api import ParallelConfig, load_config, load_pipeline
 from dit_pipelining.comm.launch import launched_rank
-from dit_pipelining.config import SCHEDULES
+from dit_pipelining.config import SCHEDULES, ULYSSES_MODES
 from dit_pipelining.errors import USER_ERRORS, ConfigError, RemoteRankError
 from dit_pipelining.runtime.report import print_split
 from partitioners import PARTITIONERS
@@ -53,6 +53,9 @@ def base_parser(description: str) -> argparse.ArgumentParser:
     flags.add_argument("--config", type=Path, metavar="FILE", help="fields of ParallelConfig as YAML; flags beat it")
     flags.add_argument("--pipeline-parallel-size", type=int, metavar="STAGES", help="default: all launched processes")
     flags.add_argument("--cfg-parallel-size", type=int, metavar="REPLICAS")
+    flags.add_argument("--ulysses-degree", "--usp", type=int, metavar="RANKS", help="that exchange heads for tokens")
+    flags.add_argument("--ring-degree", type=int, metavar="RANKS", help="that gather each other's keys and values")
+    flags.add_argument("--ulysses-mode", choices=ULYSSES_MODES, help="anything: any number of tokens; default: strict")
     flags.add_argument(
         "--vae-patch-parallel-size", type=int, metavar="RANKS", help="ranks that compute the VAE's tiles together"
     )
@@ -87,6 +90,9 @@ def parallel_config(args: argparse.Namespace, defaults: Mapping[str, Any] | None
         defaults={"strategy": "auto", **(defaults or {})},
         pipeline_parallel_size=args.pipeline_parallel_size,
         cfg_parallel_size=args.cfg_parallel_size,
+        ulysses_degree=args.ulysses_degree,
+        ring_degree=args.ring_degree,
+        ulysses_mode=args.ulysses_mode,
         vae_patch_parallel_size=args.vae_patch_parallel_size,
         partitioner=args.partitioner,
         partition=args.partition,

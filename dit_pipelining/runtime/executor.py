@@ -186,7 +186,8 @@ class TransformerExecutor:
         assert self.split is not None
         if self.config.compile:
             self.split.compile(self.config.compile, [self.rolling.mesh.stage])
-        self._gpipe = GPipe(self._stage(), self.device) if self.config.schedule == "gpipe" else None
+        gpipe = self.config.schedule == "gpipe"
+        self._gpipe = GPipe(self._stage(), self.device, self.rolling.line_group) if gpipe else None
 
 
 def check_counts(config: ParallelConfig, name: str, model: nn.Module) -> str | Sequence[int] | None:

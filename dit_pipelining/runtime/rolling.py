@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.signature import CallInputs
@@ -38,6 +39,7 @@ class Rolling:
         transport: how data moves between the ranks, from `choose_transport`.
 
     Attributes:
+        line_group: the ranks of this line for torch's schedules, which take the launch's own group where it is the whole.
         copies_group: a gloo group of the ranks with this rank's place in the data-parallel copies.
         control: a gloo group of the ranks of this line, for what the hosts tell each other.
         callers: a gloo group of the ranks that make the same calls, in this line and in those it shares them with.
@@ -58,6 +60,11 @@ class Rolling:
         self._timeout = timeout.total_seconds()
         self.control = new_group(mesh.in_all_lines(range(mesh.size)), timeout)
         self.callers = self.control if mesh.callers == mesh.line else new_group(mesh.layout.groups(*CALLERS), timeout)
+        self.line_group: dist.ProcessGroup | None = None
+        if mesh.size < dist.get_world_size():
+            gpus = device.type == "cuda"
+            lines = mesh.in_all_lines(range(mesh.size))
+            self.line_group = new_group(lines, timeout, "nccl") if gpus else self.control
         self.copies_group = new_group(mesh.layout.groups("data"), timeout)
         self.between_calls: list[Callable[[], None]] = []
         self.runner = self._make_runner(timeout, transport)

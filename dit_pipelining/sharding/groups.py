@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dit_pipelining.comm.mesh import Layout, new_group
+from dit_pipelining.errors import ConfigError
 from dit_pipelining.torch_internals import all_gather, all_to_all
 
 
@@ -54,6 +56,9 @@ def make_sequence_groups(layout: Layout, rank: int, device: torch.device, timeou
         rank: this one.
         device: of this rank; NCCL between GPUs, gloo between CPUs.
         timeout: of a transfer.
+
+    Raises:
+        ConfigError: ranks share a GPU.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
 
@@ -66,10 +71,22 @@ def make_sequence_groups(layout: Layout, rank: int, device: torch.device, timeou
     tokens = (make("ring", "ulysses") if ring is not None and ulysses is not None else ring) or ulysses
     assert tokens is not None
     hosts = new_group(layout.groups("ring", "ulysses"), timeout)
+    if device.type == "cuda":
+        _refuse_shared_gpus(device, hosts)
     for group in (ring, ulysses, tokens):
         if group is not None and device.type == "cuda":  # communicators are made here, never between two stages
             all_gather(torch.zeros(1, device=device), group)
     return SequenceGroups(ring, ulysses, tokens, hosts)
+
+
+def _refuse_shared_gpus(device: torch.device, hosts: dist.ProcessGroup) -> None:
+    places: list[Any] = [None] * hosts.size()
+    dist.all_gather_object(places, str(torch.cuda.get_device_properties(device).uuid), group=hosts)
+    if len(set(places)) < len(places):
+        raise ConfigError(
+            "ranks that share the tokens of a call also share a GPU, over which NCCL cannot work. Give each rank a GPU of its "
+            "own, or leave out ulysses_degree and ring_degree."
+        )
 
 
 def split_sizes(total: int, parts: int) -> tuple[int, ...]:

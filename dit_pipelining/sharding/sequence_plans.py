@@ -21,6 +21,7 @@ _TOKENS = SequenceParallelInput(split_dim=1, expected_dims=3)
 _MADE_TOKENS = SequenceParallelInput(split_dim=1, expected_dims=3, split_output=True)
 _TABLE = SequenceParallelInput(split_dim=0, expected_dims=2)
 _MADE_TABLE = SequenceParallelInput(split_dim=0, expected_dims=2, split_output=True)
+_MASK = SequenceParallelInput(split_dim=1, expected_dims=2)
 _JOIN = SequenceParallelOutput(gather_dim=1, expected_dims=3)
 
 
@@ -53,7 +54,7 @@ _HUNYUAN_VIDEO = Family(
     {
         # The mask of a part of the text is what the forward needs: it counts the tokens that are no padding and takes them
         # to come first, in a part as in the whole. The text refiner works on the whole text.
-        "": {"encoder_attention_mask": SequenceParallelInput(split_dim=1, expected_dims=2)},
+        "": {"encoder_attention_mask": _MASK},
         "context_embedder": {"attention_mask": Undivided("encoder_attention_mask"), 0: _MADE_TOKENS},
         "x_embedder": {0: _MADE_TOKENS},
         "rope": {0: _MADE_TABLE, 1: _MADE_TABLE},
@@ -63,6 +64,27 @@ _HUNYUAN_VIDEO = Family(
     splits_text=True,
     latents="x_embedder output 0",
     refuse=_replaces_first_frame,
+)
+
+_MADE_TABLE_OF_BATCH = SequenceParallelInput(split_dim=1, expected_dims=3, split_output=True)
+
+
+def _orders_heads_first(model: Any) -> str | None:
+    if model.config.rope_type == "split":
+        return 'with rope_type="split" its rotary tables have the heads before the tokens'
+    return None
+
+
+_LTX2 = Family(
+    {
+        # The tokens of the sound stay whole on every rank. diffusers' own plan leaves out the timestep of each token, and the
+        # rotary table between sound and video.
+        "": {"hidden_states": _TOKENS, TEXT: _TOKENS, "encoder_attention_mask": _MASK, "timestep": _MASK},
+        "rope": {0: _MADE_TABLE_OF_BATCH, 1: _MADE_TABLE_OF_BATCH},
+        "cross_attn_rope": {0: _MADE_TABLE_OF_BATCH, 1: _MADE_TABLE_OF_BATCH},
+        "proj_out": _JOIN,
+    },
+    refuse=_orders_heads_first,
 )
 
 FAMILIES: Mapping[str, Family] = {
@@ -81,6 +103,7 @@ FAMILIES: Mapping[str, Family] = {
         }
     ),
     "HunyuanVideoTransformer3DModel": _HUNYUAN_VIDEO,
+    "LTX2VideoTransformer3DModel": _LTX2,
 }
 
 CONTROLNETS: Mapping[str, Mapping[str, Any]] = {

@@ -175,6 +175,8 @@ def _all_of_mask(
             f"{own_keys} of this rank; attention with such a mask cannot be spread by tokens. Use ulysses_degree=1 and "
             "ring_degree=1 for this model."
         )
+    if not mask.shape[3] == 1 != own_keys:
+        mask = gather_parts(mask, 3, sizes, groups.tokens)
     if mask.shape[1] == heads and heads > 1 and groups.ulysses is not None:
         mask = mask.chunk(groups.ulysses_degree, dim=1)[groups.ulysses.rank()]
-    return mask if mask.shape[3] == 1 != own_keys else gather_parts(mask, 3, sizes, groups.tokens)
+    return mask

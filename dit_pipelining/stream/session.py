@@ -88,6 +88,11 @@ class VideoStream:
         self.pipeline = pipeline
         self.spec = spec
         self.rolling = rolling_of(pipeline)
+        if self.rolling is not None and self.rolling.mesh.size < dist.get_world_size():
+            raise ConfigError(
+                f"a stream runs on pipeline_parallel_size x cfg_parallel_size={self.rolling.mesh.size} ranks, but "
+                f"{dist.get_world_size()} were launched: leave the other sizes at 1."
+            )
         self._text_length = max_sequence_length
         self._is_running = False
         model = pipeline.transformer

@@ -38,6 +38,20 @@ def test_a_video_over_two_replicas_of_two_stages_is_that_of_one_process(tmp_path
     assert "vae_patch_parallel_size switches the tiling of AutoencoderKLWan on" in done.stderr
 
 
+@pytest.mark.full
+def test_a_video_over_ranks_that_share_tokens_is_that_of_one_process(tmp_path: Path) -> None:
+    model = checkpoints.wan(tmp_path / "wan")
+    size = ["--height", "32", "--width", "32", "--num-frames", "5", "--num-inference-steps", "2"]
+    flags = ["--model", str(model), "--prompt", "a red cat", *size]
+    alone = output_of("text_to_video.py", 1, tmp_path / "one.mp4", *flags)
+    spread = ["--usp", "2", "--ulysses-mode", "anything", "--output", str(tmp_path / "four.mp4")]
+    done = run("text_to_video.py", 4, *flags, *spread)  # the other two: stages
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "4 blocks over 2 stages" in done.stdout
+    difference = np.abs(imageio.imread(tmp_path / "four.mp4").astype(int) - alone.astype(int))
+    assert difference.max() <= 1  # rounding to bytes, and a video's compression
+
+
 def test_a_file_says_how_the_ranks_are_used_and_flags_beat_it(tmp_path: Path) -> None:
     model = checkpoints.wan(tmp_path / "wan")
     config = tmp_path / "parallel.yaml"

@@ -119,6 +119,11 @@ MORE = [
     "HunyuanVideoI2VTransformer",
     "CogVideoXTransformer",
     "CogVideoX15Transformer",
+    "LTX2Transformer",
+    "LTX2Transformer@isolated",
+    "ChronoEditTransformer3D",
+    "HeliosTransformer3D",
+    "MiniMaxH3Transformer",
 ]
 
 
@@ -212,6 +217,7 @@ def test_heads_that_cannot_be_shared_name_the_degrees_that_can() -> None:
     ("name", "reason"),
     [
         ("HunyuanVideoTokenReplaceTransformer", "the tokens of the first frame apart"),
+        ("LTX2Transformer@guided", "rotary tables have the heads before the tokens"),
         ("PixArtTransformer2D", "no plan for splitting its tokens"),
     ],
 )

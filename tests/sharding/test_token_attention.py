@@ -46,10 +46,11 @@ def largest_differences(ring: int, ulysses: int) -> list[float]:
         own = attend(groups, True, own_part(q), own_part(k), own_part(v), own_mask, enable_gqa=grouped)
         torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-6)
         found.append(float((own - expected).abs().max()))
+    parts = [own_part(part) for part in (query, key, value)]
     with TokenAttention(groups, uneven=True) as attention:
-        parts = [own_part(part) for part in (query, key, value)]
-        assert torch.equal(scaled_dot_product_attention(*parts), attend(groups, True, *parts))
-        assert attention.calls == 1
+        inside = scaled_dot_product_attention(*parts)
+    assert torch.equal(inside, attend(groups, True, *parts))
+    assert attention.calls == 1
     for wrong in (dict(is_causal=True), dict(attn_mask=torch.ones(BATCH, 1, parts[0].shape[2], parts[1].shape[2]))):
         with pytest.raises(InputError, match="by tokens"):
             attend(groups, True, *parts, **wrong)  # type: ignore[arg-type]
