@@ -3,7 +3,7 @@
 from torch import nn
 
 from dit_pipelining.errors import ConfigError
-from dit_pipelining.sharding.sequence import splits_tokens
+from dit_pipelining.sharding.token_hooks import splits_tokens
 
 CACHES = (
     "caches decide from one block what the others skip, and keep what blocks gave between calls; the blocks are on several "
@@ -20,7 +20,13 @@ OFFLOADS = (
 )
 GUIDES = "it changes what blocks do between two calls, and the calls are recorded once. Leave it out"
 
+TOKENS = (
+    "tokens are split where all stages know of it. Leave enable_parallelism out: give `ulysses_degree` or `ring_degree`"
+)
+
 REASONS = {
+    "cp_input": TOKENS,
+    "cp_output": TOKENS,
     "layerwise_casting": CASTS,
     "peft_autocast": CASTS,
     "offload": OFFLOADS,

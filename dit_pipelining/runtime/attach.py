@@ -19,7 +19,7 @@ from dit_pipelining.runtime.owned import REFUSED, is_owned, refusal
 from dit_pipelining.runtime.pending import resolved
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.runtime.withheld import hand_through, refuse_withheld, without_data
-from dit_pipelining.sharding.sequence import splits_tokens_of
+from dit_pipelining.sharding.token_hooks import splits_tokens_of
 from dit_pipelining.torch_internals import parse_to
 
 EXECUTOR = "_dit_pipelining_executor"

@@ -97,7 +97,7 @@ def split_sizes(total: int, parts: int) -> tuple[int, ...]:
 
 def exchange_sizes(groups: SequenceGroups, *own: int) -> list[list[int]]:
     """For each number of this rank, that of every rank in the order of the parts; the hosts wait for each other."""
-    mine = torch.tensor(own)
+    mine = torch.tensor(own, device="cpu")
     gathered = [torch.empty_like(mine) for _ in range(groups.size)]
     dist.all_gather(gathered, mine, group=groups.hosts)
     return [list(column) for column in zip(*(theirs.tolist() for theirs in gathered), strict=True)]

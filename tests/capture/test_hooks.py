@@ -1,8 +1,12 @@
 """Hooks that would act on tensors without data are refused, and the model stays usable."""
 
+from typing import Any
+
 import pytest
 import torch
-from diffusers import FirstBlockCacheConfig
+from diffusers import ContextParallelConfig, FirstBlockCacheConfig
+from diffusers.hooks.context_parallel import apply_context_parallel
+from diffusers.models._modeling_parallel import ContextParallelOutput
 
 from dit_pipelining.capture.graph import capture
 from dit_pipelining.errors import ConfigError
@@ -21,6 +25,14 @@ def test_a_cache_that_is_on_is_refused() -> None:
         model.disable_cache()  # type: ignore[operator]
         capture(model, build_inputs(case))
         assert_same(model(**build_inputs(case)), expected)
+
+
+def test_diffusers_own_context_parallelism_is_refused() -> None:
+    model: Any = build_model(CASES["WanTransformer3D"])
+    plan = {"proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3)}
+    apply_context_parallel(model, ContextParallelConfig(ulysses_degree=2), plan)
+    with pytest.raises(ConfigError, match=r"cp_output.*give `ulysses_degree`"):
+        capture(model, build_inputs(CASES["WanTransformer3D"]))
 
 
 def test_layerwise_casting_is_refused() -> None:
