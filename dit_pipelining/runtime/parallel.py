@@ -66,7 +66,7 @@ def spread(
     owner_links = make_owner_links(mesh, list(owners.values()), config.shown_on(), device, timeout, transport)
     rolling = Rolling(mesh, device, timeout, guard, transport)
     if config.sequence_parallel_size > 1:
-        groups = make_sequence_groups(layout_of(config), mesh.world_rank, device, timeout)
+        groups = make_sequence_groups(layout, mesh.world_rank, device, timeout)
         for model in transformers.values():
             apply_sequence_parallel(model, groups, uneven=config.ulysses_mode == "anything")
     for name, model in transformers.items():

@@ -99,7 +99,10 @@ def test_split_tokens_give_what_all_tokens_give(ranks: RankPool, ring: int, ulys
     ranks.run(ring * ulysses, check_families, EVEN, ring, ulysses, False)
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("ring", "ulysses"),
+    [pytest.param(1, 2, marks=pytest.mark.full), pytest.param(2, 1, marks=pytest.mark.full), (2, 2)],
+)
 def test_any_number_of_tokens_can_be_split(ranks: RankPool, ring: int, ulysses: int) -> None:
     ranks.run(ring * ulysses, check_families, list(ODD), ring, ulysses, True)
 
