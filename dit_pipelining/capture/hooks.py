@@ -3,7 +3,6 @@
 from torch import nn
 
 from dit_pipelining.errors import ConfigError
-from dit_pipelining.sharding.token_hooks import splits_tokens
 
 CACHES = (
     "caches decide from one block what the others skip, and keep what blocks gave between calls; the blocks are on several "
@@ -37,6 +36,10 @@ REASONS = {
 """Why a hook is refused, by a part of the name that diffusers gives it."""
 
 
+CAPTURED = "is_captured"
+"""A hook with this attribute does nothing but torch's calls on its module's inputs and outputs, which are recorded."""
+
+
 def refuse_hooks(model: nn.Module) -> None:
     """Refuse hooks that keep state from call to call, cast weights or move them.
 
@@ -45,7 +48,9 @@ def refuse_hooks(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         registry = vars(module).get("_diffusers_hook")
-        hooks = [str(name) for name, hook in getattr(registry, "hooks", {}).items() if not splits_tokens(hook)]
+        hooks = [
+            str(name) for name, hook in getattr(registry, "hooks", {}).items() if not getattr(hook, CAPTURED, False)
+        ]
         if "_hf_hook" in vars(module):
             hooks.append("accelerate's offload or device_map")
         if hooks:

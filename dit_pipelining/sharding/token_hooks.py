@@ -94,6 +94,8 @@ _ACTIVE: ContextVar[Tokens | None] = ContextVar("tokens of the running forward",
 class TokenHook(ModelHook):
     """Splits inputs and outputs of one module, and joins outputs."""
 
+    is_captured = True
+
     def __init__(self, name: str, plan: ModulePlan, tokens: Tokens) -> None:
         super().__init__()
         self.name = name
@@ -166,6 +168,8 @@ class TokenHook(ModelHook):
 class AttentionHook(ModelHook):
     """Lets one attention module attend to the tokens of all ranks."""
 
+    is_captured = True
+
     def __init__(self, name: str, tokens: Tokens, splits_text: bool) -> None:
         super().__init__()
         self.name = name
@@ -196,15 +200,10 @@ class AttentionHook(ModelHook):
         return self.text_place is not None and len(args) > self.text_place and args[self.text_place] is not None
 
 
-def splits_tokens(hook: Any) -> bool:
-    """Whether a hook on a module is one of those that split its tokens, which are captured like the model's own code."""
-    return isinstance(hook, TokenHook | AttentionHook)
-
-
 def splits_tokens_of(model: nn.Module) -> bool:
     """Whether the tokens of each call of this model are split."""
     registry = vars(model).get("_diffusers_hook")
-    return registry is not None and any(map(splits_tokens, registry.hooks.values()))
+    return registry is not None and any(isinstance(hook, TokenHook) for hook in registry.hooks.values())
 
 
 def sp_shard(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Tensor:
