@@ -1,8 +1,11 @@
 """`dit-pipelining doctor`."""
 
 import pytest
+import torch
 
 from dit_pipelining.cli import checks, main
+from dit_pipelining.cli.needs import needs
+from dit_pipelining.cli.study import Question
 
 
 def test_this_machine_passes_and_ranks_talk_over_gloo(capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,7 +23,7 @@ def test_a_setting_that_makes_ranks_wait_for_each_other_is_trouble(monkeypatch: 
 
 
 def test_an_old_torch_is_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.importlib.metadata, "version", lambda name: "2.4.1+cpu")
+    monkeypatch.setattr(checks.importlib.metadata, "version", lambda name: "2.4.1+cpu" if name == "torch" else "99.0")
     assert [found.what for found in checks.versions() if found.state == checks.BAD] == ["torch"]
 
 
@@ -34,3 +37,71 @@ def test_a_transfer_that_fails_says_what_to_try(monkeypatch: pytest.MonkeyPatch)
 
 def _fail(*_: object, **__: object) -> None:
     raise checks.RemoteRankError("rank 1 failed: no route to host")
+
+
+FLUX = Question(model="flux.1-dev", stages=1)
+
+
+def test_a_model_that_fits_on_one_large_gpu_needs_two_small_ones() -> None:
+    """FLUX.1-dev: 11.9 billion parameters in 16 bits are 22.2 GiB, its text encoders 9.1."""
+    whole, large = needs(FLUX, "h100")
+    assert "weights 22.2 GiB" in whole.text
+    assert "text encoders 9.1 GiB" in whole.text
+    assert large.text.startswith("1: ")
+    *_, small = needs(FLUX, "rtx4090")
+    assert small.text.startswith("2: ")
+    assert small.hint == "pipeline_parallel_size=2"
+
+
+def test_what_no_number_of_gpus_holds_is_said() -> None:
+    *_, tiny = needs(FLUX, "2GB")
+    assert "too small" in tiny.text
+
+
+def test_gpus_that_are_too_few_are_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (20 * 2**30, 24 * 2**30))
+    *_, found = needs(FLUX)
+    assert found.state == checks.BAD
+    assert "here are 1" in found.text
+
+
+def test_a_model_that_is_not_known_is_an_error_before_anything_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "no-such-model"]) == 2
+    assert "no-such-model" in capsys.readouterr().err
+
+
+def test_one_gpu_named_twice_is_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
+    (found,) = checks.environment()
+    assert "two ranks on one GPU" in found.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "reach", "hint"),
+    [
+        ("NVIDIA GeForce RTX 4090", 2, True, "NCCL_P2P_DISABLE=1"),
+        ("NVIDIA GeForce RTX 4090", 2, False, "NCCL_P2P_DISABLE=1"),
+        ("NVIDIA H100 80GB HBM3", 2, True, ""),
+        ("NVIDIA H100 80GB HBM3", 1, True, "through host memory"),
+    ],
+)
+def test_links_that_are_known_to_make_trouble_come_with_a_hint(
+    monkeypatch: pytest.MonkeyPatch, name: str, count: int, reach: bool, hint: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: reach)
+    (found,) = checks.links()
+    assert hint in found.hint
+    assert (found.state == checks.GOOD) == (not hint)
+
+
+def test_a_driver_that_does_not_fit_torch_is_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(checks.os.path, "exists", lambda path: True)
+    (found,) = (own for own in checks.versions() if own.state == checks.BAD)
+    assert "update the driver" in found.hint

@@ -9,6 +9,9 @@ from dit_pipelining.errors import ConfigError
 if TYPE_CHECKING:
     from dit_pipelining.planning.models import SizeRequest
 
+PIPED_WIDTH = 120
+"""Characters per line where the output is no terminal."""
+
 DTYPES = ("bfloat16", "float16", "float32")
 
 

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,9 +16,11 @@ import torch.distributed as dist
 from dit_pipelining.comm.processes import launch
 from dit_pipelining.errors import RemoteRankError
 
-PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors")
+OLDEST = {"torch": "2.11", "diffusers": "0.42", "transformers": "4.57", "accelerate": "1.0", "safetensors": "0.5"}
+"""The packages that matter, and the oldest releases of them that work: those of pyproject.toml."""
 
-OLDEST_TORCH = (2, 11)
+CONSUMER_CARDS = re.compile(r"GeForce|RTX \d{4}\b|RTX PRO|TITAN", re.IGNORECASE)
+"""Names of cards whose driver can report peer access that then hangs."""
 
 GOOD, BAD, NOTE = "ok", "trouble", "note"
 
@@ -51,13 +54,31 @@ def every_check(seconds: float) -> Iterator[Finding]:
 def versions() -> Iterator[Finding]:
     """Python and the packages that matter."""
     yield Finding("Python", GOOD, platform.python_version())
-    for name in PACKAGES:
+    for name in OLDEST:
         version = importlib.metadata.version(name)
-        numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-        if name == "torch" and numbers < OLDEST_TORCH:
-            yield Finding(name, BAD, version, f"install torch {'.'.join(map(str, OLDEST_TORCH))} or newer")
+        oldest = OLDEST[name]
+        if _numbers(version) < _numbers(oldest):
+            yield Finding(name, BAD, version, f"install {name} {oldest} or newer, the same on every host")
         else:
             yield Finding(name, GOOD, version)
+    yield from _driver()
+
+
+def _driver() -> Iterator[Finding]:
+    """Whether torch can use the GPUs that the driver shows."""
+    if torch.version.cuda is None or torch.cuda.is_available():
+        return
+    if os.path.exists("/proc/driver/nvidia/version"):
+        yield Finding(
+            "CUDA",
+            BAD,
+            f"torch is made for CUDA {torch.version.cuda}, and the driver does not give it a GPU",
+            "update the driver, or install a torch for an older CUDA; see CUDA_VISIBLE_DEVICES too",
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(digits) for digits in re.findall(r"\d+", version.split("+")[0])[:2])
 
 
 def environment() -> Iterator[Finding]:
@@ -68,6 +89,11 @@ def environment() -> Iterator[Finding]:
             BAD,
             "1",
             "unset it: with one hardware queue a stream that waits for another rank holds up all others",
+        )
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if len(set(shown)) < len(shown):
+        yield Finding(
+            "CUDA_VISIBLE_DEVICES", BAD, ",".join(shown), "name each GPU once: NCCL refuses two ranks on one GPU"
         )
     if os.environ.get("NCCL_P2P_DISABLE") == "1":
         yield Finding("NCCL_P2P_DISABLE", NOTE, "1", "unset it, unless transfers between the GPUs hang")
@@ -81,7 +107,7 @@ def devices() -> Iterator[Finding]:
     """Memory and GPUs."""
     memory = psutil.virtual_memory()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding("host", GOOD, f"{cores} cores, {_gib(memory.available)} of {_gib(memory.total)} free")
+    yield Finding("host", GOOD, f"{cores} cores, {gib(memory.available)} of {gib(memory.total)} free")
     if not torch.cuda.is_available():
         hint = (
             "" if torch.version.cuda is None else "the driver is missing or older than torch's CUDA, or GPUs are hidden"
@@ -93,7 +119,7 @@ def devices() -> Iterator[Finding]:
         free, total = torch.cuda.mem_get_info(index)
         busy = free < 0.9 * total
         hint = "another process holds memory there (nvidia-smi shows which)" if busy else ""
-        text = f"{facts.name}, {_gib(free)} of {_gib(total)} free"
+        text = f"{facts.name}, {gib(free)} of {gib(total)} free"
         yield Finding(f"GPU {index}", NOTE if busy else GOOD, text, hint)
         if not torch.cuda.is_bf16_supported():
             yield Finding(f"GPU {index}", NOTE, "no bfloat16", "use torch_dtype=torch.float16")
@@ -102,6 +128,13 @@ def devices() -> Iterator[Finding]:
 def links() -> Iterator[Finding]:
     """Whether the GPUs reach each other's memory, on which the fastest transport relies."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 1:
+        yield Finding(
+            "ranks on one GPU",
+            NOTE,
+            "there is one GPU",
+            "two ranks on it go through host memory, since NCCL refuses that, and gain nothing: it shows that they work",
+        )
     pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
     apart = [f"{one}-{other}" for one, other in pairs if not torch.cuda.can_device_access_peer(one, other)]
     if not pairs:
@@ -112,6 +145,15 @@ def links() -> Iterator[Finding]:
             NOTE,
             f"not between GPUs {', '.join(apart)}",
             'the transport is "nccl" then; on consumer cards whose transfers hang set NCCL_P2P_DISABLE=1',
+        )
+        return
+    names = {torch.cuda.get_device_name(index) for index in range(count)}
+    if any(CONSUMER_CARDS.search(name) for name in names):
+        yield Finding(
+            "peer access",
+            NOTE,
+            f"reported between {', '.join(sorted(names))}",
+            'where a transfer hangs, though it is reported, set NCCL_P2P_DISABLE=1 and ParallelConfig(transport="nccl")',
         )
     else:
         yield Finding("peer access", GOOD, 'between all GPUs: the transport is "peer"')
@@ -143,5 +185,6 @@ def _exchange(backend: str, seconds: float) -> None:
     dist.destroy_process_group()
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
+    """Bytes, as people read them."""
     return f"{size / 2**30:.1f} GiB"

@@ -1,12 +1,24 @@
 """`dit-pipelining doctor`: what this machine has, whether ranks can talk to each other, and a hint for each known trouble."""
 
 import argparse
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-HELP = "check this machine: versions, devices, links, and whether ranks can talk to each other"
+from dit_pipelining.cli.arguments import PIPED_WIDTH, add_model, add_size, asked_size
+
+if TYPE_CHECKING:
+    from dit_pipelining.cli.checks import Finding
+
+HELP = "check this machine: versions, devices, links, whether ranks can talk to each other, and what a model needs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    add_model(parser)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long a transfer may take (default: 60)")
+    parser.add_argument("--device", help="how many of these MODEL needs, such as rtx4090 or 24GB; default: those here")
+    add_size(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -20,8 +32,19 @@ def run(args: argparse.Namespace) -> int:
     colours = {GOOD: "green", BAD: "red", NOTE: "yellow"}
     table = Table("checked", "", "found", "what to do", title=f"dit-pipelining {__version__}")
     trouble = False
-    for found in every_check(args.seconds):
+    needed = (
+        [] if args.model is None else list(_needs(args))
+    )  # a model that is not known is an error before ranks start
+    for found in (*every_check(args.seconds), *needed):
         trouble |= found.state == BAD
         table.add_row(found.what, f"[{colours[found.state]}]{found.state}[/]", found.text, found.hint)
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else PIPED_WIDTH).print(table)
     return int(trouble)
+
+
+def _needs(args: argparse.Namespace) -> "Iterator[Finding]":
+    from dit_pipelining.cli.needs import needs
+    from dit_pipelining.cli.study import Question
+
+    question = Question(model=args.model, stages=1, size=asked_size(args), inputs=args.inputs, dtype=args.dtype)
+    return needs(question, args.device)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # torch and diffusers are imported where they are needed, so that --help and --list answer at once.
-from dit_pipelining.cli.arguments import add_model, add_size, asked_size, positive, written
+from dit_pipelining.cli.arguments import PIPED_WIDTH, add_model, add_size, asked_size, positive, written
 from dit_pipelining.config import SCHEDULES, TOPOLOGIES
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.planning.guidance import GUIDANCE_MODES
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from dit_pipelining.show.picture import Picture
 
 HELP = "Show how a model is cut into pipeline stages and how it would run, without its weights and without a GPU."
-
-PIPED_WIDTH = 120
-"""Characters per line where the output is no terminal."""
 
 STANDARD_OUTPUT = Path("-")
 
