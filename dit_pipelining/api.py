@@ -37,6 +37,7 @@ from dit_pipelining.stream.spec import StreamSpec
 from dit_pipelining.weights.checkpoint import Checkpoint
 from dit_pipelining.weights.components import components_in_folder, components_in_memory, load_on_owners
 from dit_pipelining.weights.load import check_tensors
+from dit_pipelining.weights.modular import load_modular
 from dit_pipelining.weights.pipelines import (
     DtypeChoice,
     empty_transformers,
@@ -148,7 +149,8 @@ def load_pipeline(
     Args:
         source: a pipeline's folder, or a hub id.
         config: how many stages, and how to cut. Default: one process, which is the plain diffusers pipeline.
-        pipeline_class: a diffusers pipeline class. Default: the one the folder names.
+        pipeline_class: a diffusers pipeline class. Default: the one the folder names. With `diffusers.ModularPipeline`, or a
+            class of that kind, the modular pipeline that belongs to it.
         dtype: of the weights, as in `from_pretrained`: one dtype, or by component.
         torch_dtype: diffusers' older name of `dtype`.
         variant: as in `from_pretrained`, for example `"fp16"`.
@@ -191,7 +193,10 @@ def _load(
         silence_loading_bars()
     folder = pipeline_folder(source, variant=variant, revision=revision)
     options = {"dtype": dtype, "variant": variant, **components}
+    is_modular = issubclass(pipeline_class, diffusers.ModularPipeline)
     if config.world_size == 1:
+        if is_modular:
+            return load_modular(pipeline_class, folder, dtype, variant, components).to(launch.join())
         pipeline = pipeline_class.from_pretrained(folder, **options).to(launch.join())  # type: ignore[attr-defined]
         pipeline.register_to_config(_name_or_path=str(source))
         config.check_components(name for name, part in pipeline.components.items() if is_transformer(type(part)))
@@ -218,9 +223,12 @@ def _load(
     helpers = {name: own.compute for name, own in tiles.items()}
     group = new_group(mesh.in_all_lines(range(mesh.size)), timedelta(seconds=config.timeout_seconds))
     loaded = load_on_owners(folder, index, stored, helpers, options, group)
-    with without_components(folder, [*models, *components, *loaded]) as rest:
-        pipeline = pipeline_class.from_pretrained(rest, **{**options, **models, **loaded})  # type: ignore[attr-defined]
-        name_sources(pipeline, source, folder, loaded_from=rest)
+    if is_modular:
+        pipeline = load_modular(pipeline_class, folder, dtype, variant, {**components, **models, **loaded})
+    else:
+        with without_components(folder, [*models, *components, *loaded]) as rest:
+            pipeline = pipeline_class.from_pretrained(rest, **{**options, **models, **loaded})  # type: ignore[attr-defined]
+            name_sources(pipeline, source, folder, loaded_from=rest)
     fill = {name: from_memory(model, device) for name, model in given.items()}
     fill |= {name: from_checkpoint(transformer, device) for name, transformer in empty.items()}
     spread(pipeline, models, fill, owners, tiles, config, device, launch.guard)

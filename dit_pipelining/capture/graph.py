@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from dit_pipelining.capture import replay
 from dit_pipelining.capture.blocks import find_blocks
+from dit_pipelining.capture.branch_hooks import BranchHook, asked_hooks, hooked
 from dit_pipelining.capture.chain import main_chain
 from dit_pipelining.capture.code import compile_nodes
 from dit_pipelining.capture.hooks import refuse_hooks
@@ -47,6 +48,7 @@ class BlockGraph:
             made by their target in the graph.
         lora_scale: the factor for LoRA layers that the call asked for in its attention kwargs.
         signature: of the inputs the forward was captured with.
+        hooks: that were on the blocks, and have to be when they run.
     """
 
     graph: fx.Graph
@@ -59,6 +61,7 @@ class BlockGraph:
     object_tensors: Mapping[str, tuple[ObjectTensor, ...]]
     lora_scale: float
     signature: Hashable
+    hooks: tuple[BranchHook, ...] = ()
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -191,7 +194,9 @@ def capture(
     inputs = flatten_inputs(kwargs)
     forward = forward or model.forward
     main_input = first_argument(forward)
-    tracer = trace(model, forward, names, inputs, main_input, count_work)
+    hooks = asked_hooks(model)
+    with hooked(model, hooks):
+        tracer = trace(model, forward, names, inputs, main_input, count_work)
     questions = _questions(tracer)
     live = _live_nodes(tracer.graph, tracer.output)
     for node in reversed(list(tracer.graph.nodes)):
@@ -215,6 +220,7 @@ def capture(
         object_tensors=tracer.object_tensors,
         lora_scale=tracer.lora_scale,
         signature=inputs.signature,
+        hooks=hooks,
     )
 
 
@@ -240,7 +246,7 @@ class CaptureCache:
     def get(self, kwargs: Mapping[str, Any], inputs: CallInputs | None = None) -> BlockGraph:
         inputs = inputs or flatten_inputs(kwargs)
         with self._lock:
-            key = (inputs.signature, self.model.training, self._state.now())
+            key = (inputs.signature, self.model.training, self._state.now(), asked_hooks(self.model))
             known = self.graphs.setdefault(key, [])
             for graph in known:
                 if graph.matches(self.model, inputs):

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from dit_pipelining.capture.branch_hooks import hooked
 from dit_pipelining.capture.code import Function, compile_nodes
 from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.signature import CallInputs
-from dit_pipelining.lowering.boundary import BoundaryValue, StagePlan, with_plain_strides
+from dit_pipelining.lowering.boundary import BoundaryValue, StagePlan, holds, with_plain_strides
 from dit_pipelining.lowering.clock import StageClock
 from dit_pipelining.lowering.cuda_graph import GraphedFunction
 from dit_pipelining.lowering.invariant import InvariantGroup, split_invariant
@@ -208,6 +209,16 @@ class StageModule(nn.Module):
         self, graph: BlockGraph, received: Sequence[torch.Tensor], leaves: Mapping[str, Any]
     ) -> tuple[torch.Tensor, ...]:
         program = self.programs[id(graph)]
+        if graph.hooks:
+            mine = [hook for hook in graph.hooks if holds(self.held_weights, hook.module)]
+            with hooked(self.model, mine):
+                return self._run_scaled(program, received, leaves)
+        return self._run_scaled(program, received, leaves)
+
+    def _run_scaled(
+        self, program: StageProgram, received: Sequence[torch.Tensor], leaves: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, ...]:
+        graph = program.graph
         if graph.lora_scale == 1.0:
             return program.run(self.model, received, leaves)
         from diffusers.utils.peft_utils import scale_lora_layers, unscale_lora_layers

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from diffusers.image_processor import InpaintProcessor, VaeImageProcessor
+from diffusers.modular_pipelines import PipelineState
 from torch import nn
 
 from dit_pipelining.capture.signature import bind
@@ -14,6 +15,7 @@ from dit_pipelining.errors import ConfigError
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.runtime.agreement import given_arguments
 from dit_pipelining.runtime.executor import TransformerExecutor
+from dit_pipelining.runtime.guiders import attach_guiders
 from dit_pipelining.runtime.members import members
 from dit_pipelining.runtime.owned import REFUSED, is_owned, refusal
 from dit_pipelining.runtime.pending import resolved
@@ -144,12 +146,21 @@ def _spread_class(cls: Any, shows: bool) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         rolling: Rolling = self.__dict__[ROLLING]
         own_call = cls.__call__.__get__(self)
+        attach_guiders(self.components.values(), is_split)
         with rolling.call(cls.__name__, given_arguments(own_call, args, kwargs)):
-            output = resolved(own_call(*args, **kwargs))
+            output = own_call(*args, **kwargs)
+            if isinstance(output, PipelineState):  # all that a modular pipeline has made
+                output.values = resolved(output.values)
+            output = resolved(output)
             return output if shows else without_data(output)
 
     refused = {name: refusal(name, advice) for name, advice in REFUSED_BY_PIPELINES.items()}
     return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__, **refused})
+
+
+def is_split(model: Any) -> bool:
+    """Whether a transformer is split over ranks."""
+    return EXECUTOR in getattr(model, "__dict__", {})
 
 
 def split_of(component: Any) -> SplitModel | None:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from diffusers import ConfigMixin
+from diffusers import ConfigMixin, ModularPipeline
+from diffusers.modular_pipelines import LoopSequentialPipelineBlocks, ModularPipelineBlocks
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
@@ -102,12 +103,23 @@ def request_call(
         if isinstance(component, ConfigMixin) and not isinstance(component, nn.Module):  # schedulers, guiders
             setattr(own, name, copy.deepcopy(component))
     own.__dict__["progress_bar"] = progress_bar
+    if isinstance(own, ModularPipeline):
+        own._blocks = copy.deepcopy(own._blocks)
+        _give_bars(own._blocks, progress_bar)
 
     def run() -> Any:
         output = own(**request)
         return output if on_output is None else on_output(output)
 
     return run
+
+
+def _give_bars(blocks: ModularPipelineBlocks, progress_bar: Callable[..., Any]) -> None:
+    """Let the loops of a modular pipeline, which have bars of their own, use this one."""
+    for block in getattr(blocks, "sub_blocks", {}).values():
+        _give_bars(block, progress_bar)
+    if isinstance(blocks, LoopSequentialPipelineBlocks):
+        blocks.__dict__["progress_bar"] = progress_bar
 
 
 class _Bars:

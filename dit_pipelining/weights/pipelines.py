@@ -68,6 +68,11 @@ def pipeline_folder(source: str | Path, *, variant: str | None = None, revision:
     folder = Path(source)
     if (folder / "model_index.json").is_file():
         return folder
+    if (folder / "modular_model_index.json").is_file():
+        raise ModelNotFoundError(
+            f"{folder} is a modular pipeline whose components can lie anywhere: load it with ModularPipeline.from_pretrained "
+            "and load_components, and split it with parallelize."
+        )
     if folder.exists():
         hint = "It is a single model: pass the folder above it." if (folder / "config.json").is_file() else ""
         raise ModelNotFoundError(f"{folder} is no diffusers pipeline: it has no model_index.json. {hint}".strip())

@@ -1,0 +1,83 @@
+"""Guiders of modular pipelines: what they would put on the transformer's blocks goes with the call instead."""
+
+import copy
+import functools
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import torch
+from diffusers.guiders.guider_utils import BaseGuidance
+from torch import nn
+
+from dit_pipelining.capture.branch_hooks import ask_hooks, read_hooks
+
+SHELLS = "_dit_pipelining_shells"
+
+
+def attach_guiders(components: Iterable[Any], is_split: Callable[[Any], bool]) -> None:
+    """Let the guiders among a pipeline's components hand their hooks to split transformers; see [Note: hooks of a branch].
+
+    Args:
+        components: of a pipeline.
+        is_split: says whether a model is split over ranks.
+    """
+    for guider in components:
+        if isinstance(guider, BaseGuidance) and SHELLS not in vars(guider):
+            vars(guider)[SHELLS] = _Shells()
+            cls: Any = type(guider)
+            guider.__class__ = _class_of_split(cls, is_split)
+
+
+class _Shells:
+    """The modules of transformers without their weights, for a guider to put its hooks on; a copy begins without any."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Hashable, nn.Module]] = {}
+
+    def of(self, model: nn.Module) -> nn.Module:
+        structure = tuple(
+            (name, type(module), type(getattr(module, "processor", None)))
+            for child in model.children()
+            for name, module in child.named_modules()
+        )
+        known, shell = self._made.get(id(model), (None, None))
+        if shell is None or known != structure:
+            shell = _shell(model)
+            self._made[id(model)] = structure, shell
+        return shell
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Shells":
+        return _Shells()
+
+
+def _shell(model: nn.Module) -> nn.Module:
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        blank = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(blank, requires_grad=False) if is_parameter else blank
+    shell = nn.Module()
+    for name, child in model.named_children():
+        shell.add_module(name, copy.deepcopy(child, memo))
+    return shell
+
+
+@functools.cache
+def _class_of_split(cls: Any, is_split: Callable[[Any], bool]) -> Any:
+    def prepare_models(self: Any, denoiser: Any) -> None:
+        if not is_split(denoiser):
+            cls.prepare_models(self, denoiser)
+            return
+        shell = vars(self)[SHELLS].of(denoiser)
+        cls.prepare_models(self, shell)
+        ask_hooks(denoiser, read_hooks(shell))
+
+    def cleanup_models(self: Any, denoiser: Any) -> None:
+        if not is_split(denoiser):
+            cls.cleanup_models(self, denoiser)
+            return
+        cls.cleanup_models(self, vars(self)[SHELLS].of(denoiser))
+        ask_hooks(denoiser, ())
+
+    own = {"prepare_models": prepare_models, "cleanup_models": cleanup_models, "__module__": cls.__module__}
+    return type(cls.__name__, (cls,), own)
