@@ -10,7 +10,7 @@ POST /v1/images/generations takes an object as OpenAI's endpoint of that name do
 it answers with server-sent events: one per denoising step, then the result. GET /health says how many requests run and wait.
 
 A request that cannot be gets status 400 and the reason, one too many 429, one whose time is over 504. On SIGTERM and SIGINT the
-server takes no more requests and finishes those it has.
+server takes no more requests and finishes those it has; torchrun gives it 30 seconds for that, or what `--shutdown-timeout` says.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ import base64
 import io
 import json
 import re
+import signal
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import CancelledError
@@ -52,7 +53,15 @@ KINDS: dict[str, type | tuple[type, ...]] = {
 
 PASSED_ON = ("prompt", "negative_prompt", "num_inference_steps", "guidance_scale", "num_frames")
 
-MOST_IMAGES = 16
+RANGES: dict[str, tuple[float, float]] = {
+    "n": (1, 16),
+    "seed": (0, 2**63 - 16),  # the n-th image takes the n-th seed after it, and torch's seeds have 63 bits
+    "num_inference_steps": (1, 1000),
+    "num_frames": (1, 10_000),
+    "guidance_scale": (0, 1000),
+    "timeout": (0, 86_400),
+}
+"""Values of numbers that make sense; the pipeline knows more about its own."""
 
 
 class RefusedError(Exception):
@@ -78,6 +87,9 @@ def main() -> None:
         if getattr(args, name, None) is not None
     }
     with torch.no_grad(), serve(pipeline, max_in_flight=args.max_in_flight, max_waiting=args.max_waiting) as queue:
+        # torchrun passes these on to every rank. On the first one the server hears them, and its ranks end with it.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
         if queue.leads:
             uvicorn.run(application(queue, defaults), host=args.host, port=args.port, log_level="info")
 
@@ -123,8 +135,9 @@ def read(text: bytes) -> dict[str, Any]:
             raise RefusedError(f"{name}={value!r} is of the wrong kind")
     if not body.get("prompt"):
         raise RefusedError("there is no prompt")
-    if not 1 <= body.get("n", 1) <= MOST_IMAGES:
-        raise RefusedError(f"n={body['n']}: from 1 to {MOST_IMAGES}")
+    for name, (least, most) in RANGES.items():
+        if name in body and not least <= body[name] <= most:
+            raise RefusedError(f"{name}={body[name]!r}: from {least} to {most}")
     if "size" in body and not re.fullmatch(r"[1-9]\d{0,4}x[1-9]\d{0,4}", body["size"]):
         raise RefusedError(f"size={body['size']!r}: expected WIDTHxHEIGHT, such as 1024x1024")
     return body

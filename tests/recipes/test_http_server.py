@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -92,6 +93,11 @@ def test_twenty_clients_at_once_get_what_each_gets_alone(server: Server) -> None
         ({"prompt": "a", "sise": "16x16"}, "sise"),
         ({"prompt": "a", "size": "16"}, "WIDTHxHEIGHT"),
         ({"prompt": "a", "n": 0}, "n=0"),
+        ({"prompt": "a", "num_inference_steps": 0}, "num_inference_steps=0"),
+        ({"prompt": "a", "timeout": -1}, "timeout=-1"),
+        ({"prompt": "a", "seed": 2**64}, "seed="),
+        ({"prompt": "a", "guidance_scale": float("nan")}, "guidance_scale=nan"),
+        (b"\xff", "not JSON"),
         ({"prompt": "a", "negative_prompt": "b", "num_frames": 4}, "num_frames"),
     ],
 )
@@ -109,8 +115,29 @@ def test_steps_are_sent_as_they_are_done(server: Server) -> None:
     assert pixels(json.dumps(events[-1])) == pixels(server.post({"prompt": "a", "seed": 1})[1])
 
 
-def test_it_is_healthy_and_ends_when_told_to(server: Server) -> None:
+def health(server: Server) -> Any:
     with urllib.request.urlopen(f"{server.address}/health", timeout=20) as answer:
-        assert json.loads(answer.read()) == {"status": "ok", "running": 0, "waiting": 0}
-    server.process.send_signal(signal.SIGTERM)
+        return json.loads(answer.read())
+
+
+def test_another_method_or_path_is_a_4xx(server: Server) -> None:
+    for path, expected in (("v1/images/generations", 405), ("v1/images", 404)):
+        with pytest.raises(urllib.error.HTTPError) as error:
+            urllib.request.urlopen(f"{server.address}/{path}", timeout=20)
+        assert error.value.code == expected
+
+
+def test_it_is_healthy_and_finishes_what_it_has_when_it_is_told_to_end(server: Server) -> None:
+    assert health(server) == {"status": "ok", "running": 0, "waiting": 0}
+    bodies = [{"prompt": "the moon", "seed": i, "num_inference_steps": 40} for i in range(6)]
+    with ThreadPoolExecutor(len(bodies)) as clients:
+        answers = [clients.submit(server.post, body) for body in bodies]
+        while sum(map(health(server).get, ("running", "waiting"))) < len(bodies):
+            time.sleep(0.01)
+        server.process.send_signal(signal.SIGTERM)
+        drained = [answer.result(timeout=100) for answer in answers]
+    assert [status for status, _ in drained] == [200] * len(bodies)
+    assert len({pixels(text) for _, text in drained}) == len(bodies)
     server.process.wait(60)
+    with pytest.raises(urllib.error.URLError):
+        health(server)
