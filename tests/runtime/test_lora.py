@@ -4,6 +4,7 @@ import io
 import logging
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import diffusers
 import pytest
@@ -173,3 +174,71 @@ def test_an_adapter_that_fits_no_layer_is_a_warning(ranks: RankPool, flux: Path)
         "No LoRA keys associated to FluxTransformer2DModel" in results[0][0]
     )  # diffusers speaks on the first rank only
     assert all(without for _, without in results)
+
+
+def any_peft() -> Any:
+    """A release of peft that is not out yet is what transformers 5.24 asks for; what it calls has been there for long."""
+    return mock.patch("transformers.integrations.peft.check_peft_version")
+
+
+@pytest.fixture(scope="module")
+def encoder_lora(flux: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter on the text encoder and on the transformer."""
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(flux)
+    torch.manual_seed(4)
+    pipeline.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_k"]))
+    with any_peft():
+        pipeline.text_encoder.add_adapter(LoraConfig(r=2, target_modules=["q_proj", "out_proj", "fc1"]))
+    for model in (pipeline.transformer, pipeline.text_encoder):
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                parameter.data.normal_(std=0.3)
+    layers = [get_peft_model_state_dict(model) for model in (pipeline.transformer, pipeline.text_encoder)]
+    folder = tmp_path_factory.mktemp("adapter")
+    pipeline.save_lora_weights(folder, *layers)
+    return folder
+
+
+@any_peft()
+def with_an_adapter_of_the_text_encoder(
+    flux: Path, lora: Path, config: dict[str, Any] | None, called_before: bool, *_: Any
+) -> dict[str, torch.Tensor]:
+    if config is None:
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(flux)
+    else:
+        pipeline = load_pipeline(flux, ParallelConfig(**config))
+    seen = {"before": paint(pipeline)} if called_before else {}
+    pipeline.load_lora_weights(lora, adapter_name="style")
+    seen["loaded"] = paint(pipeline)
+    seen["half"] = paint(pipeline, joint_attention_kwargs={"scale": 0.5})
+    pipeline.set_adapters(["style"], [{"text_encoder": 0.2, "transformer": 0.0}])
+    seen["the text encoder's"] = paint(pipeline)
+    pipeline.disable_lora()
+    seen["disabled"] = paint(pipeline)
+    pipeline.enable_lora()
+    pipeline.fuse_lora(components=["text_encoder"], lora_scale=0.5)
+    seen["fused"] = paint(pipeline)
+    pipeline.unfuse_lora(components=["text_encoder"])
+    pipeline.unload_lora_weights()
+    seen["unloaded"] = paint(pipeline)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("config", "called_before"),
+    [
+        (dict(pipeline_parallel_size=2, component_ranks={"text_encoder": 1}), True),
+        (dict(pipeline_parallel_size=2), False),
+        pytest.param(dict(pipeline_parallel_size=2, cfg_parallel_size=2), True, marks=pytest.mark.full),
+    ],
+)
+def test_an_adapter_of_a_text_encoder_acts_on_the_rank_that_has_it(
+    ranks: RankPool, flux: Path, encoder_lora: Path, config: dict[str, Any], called_before: bool
+) -> None:
+    [expected] = ranks.run(1, with_an_adapter_of_the_text_encoder, flux, encoder_lora, None, called_before)
+    assert not torch.equal(expected["the text encoder's"], expected["disabled"])
+    world_size = 4 if "cfg_parallel_size" in config else 2
+    for results in ranks.run(
+        world_size, with_an_adapter_of_the_text_encoder, flux, encoder_lora, config, called_before
+    ):
+        assert [name for name, image in expected.items() if not torch.equal(results[name], image)] == []
