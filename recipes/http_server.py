@@ -10,7 +10,7 @@ POST /v1/images/generations takes an object as OpenAI's endpoint of that name do
 it answers with server-sent events: one per denoising step, then the result. GET /health says how many requests run and wait.
 
 A request that cannot be gets status 400 and the reason, one too many 429, one whose time is over 504. On SIGTERM and SIGINT the
-server takes no more requests and finishes those it has; torchrun gives it 30 seconds for that, or what `--shutdown-timeout` says.
+server takes no more requests and finishes those it has; torchrun gives it 30 seconds for that (`--shutdown-timeout`).
 """
 
 import asyncio
