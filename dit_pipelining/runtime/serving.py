@@ -210,14 +210,16 @@ class RequestQueue:
                 if index in self._running:
                     self._running[index].cancelled = reason
             for index, arguments in news.joining:
-                own = self._submissions.get(index)
-                bars = _StepBars(own.on_step if own is not None else None)
-                call = self._call(index, arguments, bars)
-                self._running[index] = rolling.turns.join(index, rolling.on_own_stream(call))
+                self._let_in(rolling, index, arguments)
             if news.closed:
                 return
             door.submitted = 1  # so that the turn passes
             rolling.turns.end_turn()
+
+    def _let_in(self, rolling: Rolling, index: int, arguments: Mapping[str, Any]) -> None:
+        own = self._submissions.get(index)
+        bars = _StepBars(own.on_step if own is not None else None)
+        self._running[index] = rolling.turns.join(index, rolling.on_own_stream(self._call(index, arguments, bars)))
 
     def _exchange(self, callers: dist.ProcessGroup) -> _News:
         """Rank 0 says what is new; the others compare how their requests have ended."""

@@ -116,9 +116,8 @@ class Turns:
             start_next()
         with self._lock:
             self._give_turn(self._ring[0])
-        position = 0
-        while position < len(self._ended):  # requests are added while others run
-            position += self._ended[position].wait(0.2)  # short, so that Ctrl-C is noticed
+        while unfinished := [ended for ended in self._ended if not ended.is_set()]:  # more are added while others run
+            unfinished[0].wait(0.2)  # short, so that Ctrl-C is noticed
         set_random_state(state)
         self._turn = None
         if self.error is not None:
@@ -133,7 +132,8 @@ class Turns:
         run = contextvars.copy_context().run
         with self._lock:
             self._ring.append(request)
-        self._ended.append(self._threads.start(lambda: run(self._run, request, function, mode)))
+        started = self._threads.start(lambda: run(self._run, request, function, mode))
+        self._ended = [*(ended for ended in self._ended if not ended.is_set()), started]
         return request
 
     @property

@@ -191,9 +191,12 @@ class StageWorker:
                     if isinstance(following, StageCall):
                         self._post_receives(following)
                     self._run(job)
-                if not have:
-                    self._tell_done()
-                job = following if have else self._jobs.get()
+                if have:
+                    job = following
+                    continue
+                self._tell_done()
+                job = following = None  # while this waits, it keeps neither a call nor its model alive
+                job = self._jobs.get()
             self._tell_done()
             while self._sends and self.error is None:
                 self._sends.popleft()[0].wait()

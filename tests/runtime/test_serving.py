@@ -1,6 +1,10 @@
 """Requests that join and leave a running pipeline."""
 
+import gc
+import random
+import threading
 import time
+import weakref
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,7 @@ import torch
 
 from dit_pipelining.api import ParallelConfig, load_pipeline, serve
 from dit_pipelining.errors import ConfigError
-from dit_pipelining.runtime.serving import QueueFullError, RequestQueue
+from dit_pipelining.runtime.serving import QueueFullError, RequestFuture, RequestQueue
 from tests import checkpoints
 from tests.distributed import RankPool
 
@@ -117,6 +121,73 @@ def test_an_error_in_the_block_cancels_what_waits(wan: Path) -> None:
     with pytest.raises(KeyError):
         stop()
     assert futures[-1].cancelled()
+
+
+MANY = 50
+CANCELLED = (7, 20, 33)
+FAILING = 13
+
+
+def many(folder: Path) -> tuple[dict[int, Any], dict[str, int]] | None:
+    """What requests that come at random times give, by number, and what is left of them while the queue goes on."""
+    pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=2))
+    pipeline.set_progress_bar_config(disable=True)
+    draw = random.Random(1)
+    before = set(threading.enumerate())
+    with serve(pipeline, max_in_flight=4) as queue:
+        if not queue.leads:
+            return None
+        futures = []
+        for index in range(MANY):
+            changes: dict[int, dict[str, Any]] = {FAILING: {"height": 17}}
+            changes |= {long: {"num_inference_steps": 5000} for long in CANCELLED}
+            futures.append(queue.submit(**seeded(index % 6) | changes.get(index, {})))
+            time.sleep(draw.choice((0.0, 0.0, 0.02, 0.05)))
+        assert futures[CANCELLED[-1]].cancel()  # while it waits, most likely
+        for index in CANCELLED[:-1]:
+            while not futures[index].running():
+                time.sleep(0.005)
+            assert futures[index].cancel()
+        outcomes = {index: outcome(futures.pop(0)) for index in range(MANY)}
+        outputs = [weakref.ref(value) for value in outcomes.values() if isinstance(value, torch.Tensor)]
+        copies = {i: value.clone() if isinstance(value, torch.Tensor) else value for i, value in outcomes.items()}
+        outcomes.clear()
+        queue.submit(**seeded(0)).result(timeout=100)  # the queue has gone on since
+        gc.collect()
+        left = {
+            "outputs": sum(output() is not None for output in outputs),
+            "threads beyond those in flight": len(set(threading.enumerate()) - before) - 4 - len(("queue", "door")),
+            "running": queue.running,
+            "waiting": queue.waiting,
+        }
+        return copies, left
+    raise AssertionError("a block that raises nothing is left by its return")
+
+
+def outcome(future: RequestFuture) -> Any:
+    """The latents, or the kind of error."""
+    try:
+        return future.result(timeout=100).frames
+    except (CancelledError, ValueError) as error:
+        return type(error).__name__
+
+
+def test_of_fifty_requests_at_random_times_each_gives_what_it_gives_alone_and_leaves_nothing(
+    ranks: RankPool, wan: Path
+) -> None:
+    plain = diffusers.DiffusionPipeline.from_pretrained(wan)
+    plain.set_progress_bar_config(disable=True)
+    alone = [plain(**seeded(index)).frames for index in range(6)]
+    (found, left), other = ranks.run(2, many, wan)
+    assert other is None
+    assert {index for index, value in found.items() if isinstance(value, str) and value == "CancelledError"} == {
+        *CANCELLED
+    }
+    assert {index for index, value in found.items() if isinstance(value, str) and value == "ValueError"} == {FAILING}
+    served = {index: value for index, value in found.items() if isinstance(value, torch.Tensor)}
+    assert len(served) == MANY - len(CANCELLED) - 1
+    assert [index for index, value in served.items() if not torch.equal(value, alone[index % 6])] == []
+    assert all(count <= 0 for count in left.values()), left
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5])
