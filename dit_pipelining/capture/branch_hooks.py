@@ -57,6 +57,11 @@ def ask_hooks(model: nn.Module, hooks: tuple[BranchHook, ...]) -> None:
     _asked.set({**_asked.get({}), id(model): hooks})
 
 
+def forget_hooks() -> None:
+    """Have calls run without hooks again: an error may have come between a guider's asking for them and its taking back."""
+    _asked.set({})
+
+
 def asked_hooks(model: nn.Module) -> tuple[BranchHook, ...]:
     """The hooks that a call of the model runs with."""
     return _asked.get({}).get(id(model), ())

@@ -9,6 +9,7 @@ from diffusers.image_processor import InpaintProcessor, VaeImageProcessor
 from diffusers.modular_pipelines import PipelineState
 from torch import nn
 
+from dit_pipelining.capture.branch_hooks import forget_hooks
 from dit_pipelining.capture.signature import bind
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.errors import ConfigError
@@ -147,6 +148,7 @@ def _spread_class(cls: Any, shows: bool) -> Any:
         rolling: Rolling = self.__dict__[ROLLING]
         own_call = cls.__call__.__get__(self)
         attach_guiders(self.components.values(), is_split)
+        forget_hooks()
         with rolling.call(cls.__name__, given_arguments(own_call, args, kwargs)):
             output = own_call(*args, **kwargs)
             if isinstance(output, PipelineState):  # all that a modular pipeline has made
