@@ -147,7 +147,7 @@ def _spread_class(cls: Any, shows: bool) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         rolling: Rolling = self.__dict__[ROLLING]
         own_call = cls.__call__.__get__(self)
-        attach_guiders(self.components.values(), is_split)
+        attach_guiders(self.components.values(), config_of)
         forget_hooks()
         with rolling.call(cls.__name__, given_arguments(own_call, args, kwargs)):
             output = own_call(*args, **kwargs)
@@ -160,9 +160,10 @@ def _spread_class(cls: Any, shows: bool) -> Any:
     return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__, **refused})
 
 
-def is_split(model: Any) -> bool:
-    """Whether a transformer is split over ranks."""
-    return EXECUTOR in getattr(model, "__dict__", {})
+def config_of(component: Any) -> ParallelConfig | None:
+    """How an attached transformer is spread over ranks; None for everything else."""
+    executor: TransformerExecutor | None = getattr(component, "__dict__", {}).get(EXECUTOR)
+    return executor.config if executor is not None else None
 
 
 def split_of(component: Any) -> SplitModel | None:

@@ -10,22 +10,31 @@ from diffusers.guiders.guider_utils import BaseGuidance
 from torch import nn
 
 from dit_pipelining.capture.branch_hooks import ask_hooks, read_hooks
+from dit_pipelining.config import ParallelConfig
+from dit_pipelining.errors import ConfigError
 
 SHELLS = "_dit_pipelining_shells"
 
 
-def attach_guiders(components: Iterable[Any], is_split: Callable[[Any], bool]) -> None:
+ConfigOf = Callable[[Any], ParallelConfig | None]
+"""How a model is spread over ranks; None: it is not."""
+
+LEFT_BY_HOOKS = "_diffusers_hook", "forward"
+"""What hooks leave on a module."""
+
+
+def attach_guiders(components: Iterable[Any], config_of: ConfigOf) -> None:
     """Let the guiders among a pipeline's components hand their hooks to split transformers; see [Note: hooks of a branch].
 
     Args:
         components: of a pipeline.
-        is_split: says whether a model is split over ranks.
+        config_of: of a model among them.
     """
     for guider in components:
         if isinstance(guider, BaseGuidance) and SHELLS not in vars(guider):
             vars(guider)[SHELLS] = _Shells()
             cls: Any = type(guider)
-            guider.__class__ = _class_of_split(cls, is_split)
+            guider.__class__ = _class_of_split(cls, config_of)
 
 
 class _Shells:
@@ -56,24 +65,36 @@ def _shell(model: nn.Module) -> nn.Module:
         blank = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(blank, requires_grad=False) if is_parameter else blank
+    for module in model.modules():
+        memo |= {id(vars(module)[key]): None for key in LEFT_BY_HOOKS if key in vars(module)}
     shell = nn.Module()
     for name, child in model.named_children():
         shell.add_module(name, copy.deepcopy(child, memo))
+    for module in shell.modules():
+        for key in LEFT_BY_HOOKS:
+            vars(module).pop(key, None)
     return shell
 
 
 @functools.cache
-def _class_of_split(cls: Any, is_split: Callable[[Any], bool]) -> Any:
+def _class_of_split(cls: Any, config_of: ConfigOf) -> Any:
     def prepare_models(self: Any, denoiser: Any) -> None:
-        if not is_split(denoiser):
+        config = config_of(denoiser)
+        if config is None:
             cls.prepare_models(self, denoiser)
             return
         shell = vars(self)[SHELLS].of(denoiser)
         cls.prepare_models(self, shell)
-        ask_hooks(denoiser, read_hooks(shell))
+        hooks = read_hooks(shell)
+        if hooks and config.tensor_parallel_size * config.sequence_parallel_size > 1:
+            raise ConfigError(
+                f"{cls.__name__} changes what blocks do, which is not possible where each block is on several ranks "
+                "(tensor_parallel_size, ulysses_degree, ring_degree). Use pipeline stages and replicas only, or another guider."
+            )
+        ask_hooks(denoiser, hooks)
 
     def cleanup_models(self: Any, denoiser: Any) -> None:
-        if not is_split(denoiser):
+        if config_of(denoiser) is None:
             cls.cleanup_models(self, denoiser)
             return
         cls.cleanup_models(self, vars(self)[SHELLS].of(denoiser))
