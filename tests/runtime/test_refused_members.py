@@ -72,8 +72,18 @@ EXPECTED = dict.fromkeys(CACHES, "disable_cache") | {
 }
 
 
-def refused_before_and_after(folder: Path) -> tuple[list[dict[str, str]], dict[str, str], str, torch.Tensor]:
-    pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=2))
+LAYOUTS = {"pp2": dict(pipeline_parallel_size=2), "pp2-cfg2": dict(pipeline_parallel_size=2, cfg_parallel_size=2)}
+BOTH = pytest.mark.parametrize("layout", ["pp2", pytest.param("pp2-cfg2", marks=pytest.mark.full)])
+
+
+def world_size(layout: str) -> int:
+    return 4 if layout == "pp2-cfg2" else 2
+
+
+def refused_before_and_after(
+    folder: Path, layout: str
+) -> tuple[list[dict[str, str]], dict[str, str], str, torch.Tensor]:
+    pipeline = load_pipeline(folder, ParallelConfig(**LAYOUTS[layout]))
     found = [refusals(pipeline, folder)]
     model = pipeline.transformer
     awaiting = {
@@ -87,9 +97,12 @@ def refused_before_and_after(folder: Path) -> tuple[list[dict[str, str]], dict[s
     return found, awaiting, hooked, first
 
 
-def test_what_cannot_be_followed_is_refused_and_leaves_the_pipeline_as_it_is(ranks: RankPool, folder: Path) -> None:
+@BOTH
+def test_what_cannot_be_followed_is_refused_and_leaves_the_pipeline_as_it_is(
+    ranks: RankPool, folder: Path, layout: str
+) -> None:
     [expected] = ranks.run(1, plain, folder)
-    for found, awaiting, hooked, image in ranks.run(2, refused_before_and_after, folder):
+    for found, awaiting, hooked, image in ranks.run(world_size(layout), refused_before_and_after, folder, layout):
         for answers in found:
             assert {name: part for name, part in EXPECTED.items() if part not in answers[name]} == {}
         assert all("first call" in text for text in awaiting.values())
@@ -140,9 +153,9 @@ def test_a_change_of_weights_that_are_not_read_yet_is_refused(ranks: RankPool, f
         assert "before the pipeline's first call" in text
 
 
-def with_a_layer_of_ones_own(folder: Path, split: bool) -> torch.Tensor:
-    if split:
-        pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=2))
+def with_a_layer_of_ones_own(folder: Path, layout: str | None) -> torch.Tensor:
+    if layout is not None:
+        pipeline = load_pipeline(folder, ParallelConfig(**LAYOUTS[layout]))
     else:
         pipeline = diffusers.DiffusionPipeline.from_pretrained(folder)
     torch.manual_seed(5)
@@ -151,10 +164,11 @@ def with_a_layer_of_ones_own(folder: Path, split: bool) -> torch.Tensor:
     return paint(pipeline)
 
 
-def test_layers_put_in_before_the_first_call_are_kept(ranks: RankPool, folder: Path) -> None:
-    [expected] = ranks.run(1, with_a_layer_of_ones_own, folder, False)
+@BOTH
+def test_layers_put_in_before_the_first_call_are_kept(ranks: RankPool, folder: Path, layout: str) -> None:
+    [expected] = ranks.run(1, with_a_layer_of_ones_own, folder, None)
     assert not torch.equal(expected, plain(folder))
-    for image in ranks.run(2, with_a_layer_of_ones_own, folder, True):
+    for image in ranks.run(world_size(layout), with_a_layer_of_ones_own, folder, layout):
         assert torch.equal(image, expected)
 
 
