@@ -39,6 +39,7 @@ class SplitModel:
 
     Args:
         prepare: called with the plans before the stages are made from the model's modules; loads weights.
+        parameter_counts: of the model's modules as it was split first; what it did not have then is in it on every rank.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class SplitModel:
         partition: Partition,
         prepare: Callable[[list[StagePlan]], None] | None = None,
         cut: CutPlan | None = None,
+        parameter_counts: Mapping[str, int] | None = None,
     ) -> None:
         self.model = model
         self.partition = partition
@@ -57,7 +59,9 @@ class SplitModel:
         self._captures = captures
         self._forward = captures.forward or model.forward
         self._running = threading.RLock()
-        self._parameter_counts = {name: elements for name, (elements, _) in weight_sizes(model).items()}
+        self._parameter_counts = parameter_counts or {
+            name: elements for name, (elements, _) in weight_sizes(model).items()
+        }
         plans = plan_stages(graph, partition, self._parameter_counts)
         if prepare is not None:
             prepare(plans)
@@ -131,7 +135,7 @@ class SplitModel:
             prepare: as for a new split; moves weights.
         """
         cut = None if self.cut is None else replace(self.cut, partition=partition)
-        return SplitModel(self.model, self._captures, self.graph, partition, prepare, cut)
+        return SplitModel(self.model, self._captures, self.graph, partition, prepare, cut, self._parameter_counts)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run all stages in this process; takes and returns what the model's forward does, and runs the model's hooks."""

@@ -1,5 +1,6 @@
 """What people add to a pipeline acts on a split one as in one process: weights, attention, IP-Adapters, guidance."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,11 @@ import diffusers
 import gguf
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers.models.attention_dispatch import attention_backend
 
 from dit_pipelining.api import ParallelConfig, load_pipeline, parallelize
+from dit_pipelining.runtime.attach import split_of
 from tests import checkpoints
 from tests.distributed import RankPool
 
@@ -98,8 +101,8 @@ def with_attention_backends(folder: Path, layout: str | None) -> dict[str, torch
     return seen
 
 
-def with_an_ip_adapter(folder: Path, layout: str | None) -> dict[str, torch.Tensor]:
-    """Images before and with an IP-Adapter, at another scale, and after it is unloaded."""
+def ip_adapter() -> dict[str, Any]:
+    """The state dict of one."""
     torch.manual_seed(4)
     width, tokens = 32, 4
     adapter: dict[str, Any] = {
@@ -115,20 +118,60 @@ def with_an_ip_adapter(folder: Path, layout: str | None) -> dict[str, torch.Tens
         for name in ("to_k_ip", "to_v_ip"):
             adapter["ip_adapter"][f"{index}.{name}.weight"] = torch.randn(width, width)
             adapter["ip_adapter"][f"{index}.{name}.bias"] = torch.randn(width)
-    given = [torch.randn(1, 1, 16)]
-    image = dict(ip_adapter_image_embeds=given, negative_ip_adapter_image_embeds=given)
+    return adapter
+
+
+def ip_adapter_image() -> dict[str, Any]:
+    given = [torch.linspace(-1, 1, 16).reshape(1, 1, 16)]
+    return dict(ip_adapter_image_embeds=given, negative_ip_adapter_image_embeds=given)
+
+
+def load_ip_adapter(pipeline: Any) -> None:
+    pipeline.load_ip_adapter(ip_adapter(), weight_name="", image_encoder_pretrained_model_name_or_path=None)
+
+
+def with_an_ip_adapter(folder: Path, layout: str | None) -> dict[str, torch.Tensor]:
+    """Images before and with an IP-Adapter, at another scale, and after it is unloaded."""
+    image = ip_adapter_image()
     seen = {}
     for first in ("call", "adapter"):
         pipeline = loaded(folder, layout)
         if first == "call":
             seen["before"] = paint(pipeline)
-        pipeline.load_ip_adapter(adapter, weight_name="", image_encoder_pretrained_model_name_or_path=None)
+        load_ip_adapter(pipeline)
         seen[f"{first} first"] = paint(pipeline, **image)
         pipeline.set_ip_adapter_scale(0.5)
         seen[f"{first} first, half"] = paint(pipeline, **image)
     pipeline.unload_ip_adapter()
     seen["unloaded"] = paint(pipeline)
     return seen
+
+
+def with_an_ip_adapter_that_moves(folder: Path, layout: str | None) -> dict[str, torch.Tensor]:
+    """Images with an IP-Adapter whose blocks move away from a slow first stage."""
+    if layout is None:
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(folder)
+    else:
+        pipeline = load_pipeline(folder, ParallelConfig(rebalance=True, **LAYOUTS[layout]))
+    if layout is not None and dist.get_rank() % 2 == 0:
+        for block in (*pipeline.transformer.transformer_blocks, *pipeline.transformer.single_transformer_blocks):
+            block.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+    guided = dict(negative_prompt="moon", true_cfg_scale=3.0)  # so that all replicas have work
+    seen = {"before": paint(pipeline, **guided)}
+    cuts = [stage_counts(pipeline)]
+    load_ip_adapter(pipeline)
+    for turn in range(3):
+        seen[f"adapter {turn}"] = paint(pipeline, **guided, **ip_adapter_image())
+        cuts.append(stage_counts(pipeline))
+    pipeline.unload_ip_adapter()
+    seen["unloaded"] = paint(pipeline, **guided)
+    assert layout is None or cuts[0] != cuts[-1], cuts
+    return seen
+
+
+def stage_counts(pipeline: Any) -> tuple[int, ...] | None:
+    split = split_of(pipeline.transformer)
+    return None if split is None else split.partition.counts
 
 
 def with_true_guidance(folder: Path, layout: str | None) -> dict[str, torch.Tensor]:
@@ -179,6 +222,7 @@ SESSIONS = {
     "two pipelines": ("flux", with_a_second_pipeline),
     "attention backends": ("flux", with_attention_backends),
     "IP-Adapter": ("flux", with_an_ip_adapter),
+    "IP-Adapter that moves": ("flux", with_an_ip_adapter_that_moves),
     "true guidance": ("flux", with_true_guidance),
     "skipped layers": ("sd3", with_skipped_layers),
 }
