@@ -199,3 +199,45 @@ def test_profile_refuses_what_it_cannot_do_in_one_line(capsys, arguments, named,
     assert printed.err.count("\n") == 1
     assert named in printed.err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("gpus", [2, 8])
+@pytest.mark.parametrize("goal", ["latency", "memory"])
+def test_a_search_ranks_every_way_and_says_why(show, tiny, gpus, goal):
+    data = show(
+        tiny, "--search", "--gpus", gpus, "--goal", goal, "--device", "h100", "--steps", 3, "--cfg", "two-calls"
+    )
+    assert (data["goal"], data["gpus"]) == (goal, gpus)
+    key = {"latency": "latency", "memory": "memory_bytes"}[goal]
+    values = [way[key] for way in data["ways"]]
+    assert values == sorted(values)
+    for way in data["ways"]:
+        sizes = way["degrees"]
+        assert (
+            sizes["data"] * sizes["cfg"] * sizes["pipeline"] * sizes["ring"] * sizes["ulysses"] * sizes["tensor"]
+            == gpus
+        )
+        assert "computes" in way["why"]
+    reasons = {entry["reason"] for entry in data["refused"]}
+    assert any("heads do not divide" in reason for reason in reasons) == (gpus == 8)  # it has 2 heads
+
+
+def test_a_search_prints_flags_and_runners_up(tiny, capsys):
+    assert main(["show", str(tiny), "--search", "--gpus", "2", "--runners-up", "2", "--cfg", "none"]) == 0
+    printed = capsys.readouterr().out
+    assert "best latency on 2 GPU(s): --" in printed
+    assert [line.split()[0] for line in printed.splitlines()[2:5]] == ["1", "2", "3"]
+    assert "way(s) cannot be: 2 replicas have 1 call(s) a step to share" in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--search"], "--gpus is missing"),
+        (["--search", "--gpus", "2", "--stages", "2"], "--stages: of no use to --search"),
+        (["--gpus", "2", "--stages", "2"], "--gpus belongs to --search"),
+    ],
+)
+def test_flags_that_do_not_go_with_a_search_are_refused(tiny, capsys, flags, message):
+    assert main(["show", str(tiny), *flags]) != 0
+    assert message in capsys.readouterr().err

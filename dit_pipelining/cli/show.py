@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dit_pipelining.cli.arguments import PIPED_WIDTH, add_model, add_size, asked_size, positive, written
 from dit_pipelining.config import SCHEDULES, TOPOLOGIES
 from dit_pipelining.errors import ConfigError
+from dit_pipelining.planning.degrees import GOALS
 from dit_pipelining.planning.guidance import GUIDANCE_MODES
 from partitioners import ENVIRONMENT_VARIABLE, PARTITIONERS
 
@@ -31,6 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="N",
         help="number of pipeline stages",
+    )
+    searching = parser.add_argument_group("or the best way to spread it over GPUs of one kind (--device)")
+    searching.add_argument("--search", action="store_true", help="search the degrees of all dimensions; needs --gpus")
+    searching.add_argument("--gpus", type=positive, metavar="N", help="number of GPUs")
+    searching.add_argument("--goal", choices=GOALS, default=GOALS[0], help=f"default: {GOALS[0]}")
+    searching.add_argument(
+        "--runners-up", type=positive, default=4, metavar="K", help="ways beside the best; default: 4"
     )
     cut = parser.add_argument_group("where to cut")
     cut.add_argument("--partitioner", choices=sorted(PARTITIONERS), default="balanced", help="default: balanced")
@@ -90,6 +98,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.model is None:
         raise ConfigError("MODEL is missing; give a preset, a folder or a config.json, or --list to see the presets.")
+    if args.search:
+        _search(args, console)
+        return 0
+    if args.gpus is not None:
+        raise ConfigError(
+            "--gpus belongs to --search; without it, --stages and --cfg-parallel-size say how many ranks there are."
+        )
     if args.stages is None:
         raise ConfigError("--stages is missing; say how many pipeline stages to cut the model into.")
     for path in (args.json, args.svg, args.html, args.trace):
@@ -97,6 +112,47 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"there is no folder {path.absolute().parent} to write {path.name} to.")
     _show(args, console)
     return 0
+
+
+def _search(args: argparse.Namespace, console: Any) -> None:
+    if args.gpus is None:
+        raise ConfigError("--gpus is missing; say over how many GPUs the model is to be spread.")
+    chosen = {
+        "--stages": args.stages,
+        "--partition": args.partition,
+        "--compare": args.compare,
+        "--ranks": args.ranks,
+        "--profile": args.profile,
+        "--inputs": args.inputs,
+        "--svg": args.svg,
+        "--html": args.html,
+        "--trace": args.trace,
+    }
+    if given := [flag for flag, value in chosen.items() if value]:
+        raise ConfigError(
+            f"{', '.join(given)}: of no use to --search, which chooses the degrees. Show the best of them after it."
+        )
+    from dit_pipelining.cli.plan_search import search_model
+    from dit_pipelining.show.search_table import print_search, search_data
+
+    found = search_model(
+        args.model,
+        args.gpus,
+        device=args.device,
+        topology=args.link,
+        goal=args.goal,
+        size=asked_size(args),
+        dtype=args.dtype,
+        steps=args.steps,
+        guidance=args.cfg,
+    )
+    if args.json is not None:
+        text = json.dumps(search_data(found), indent=2)
+        if args.json == STANDARD_OUTPUT:
+            print(text)
+            return
+        written(args.json, text + "\n")
+    print_search(found, console, args.runners_up)
 
 
 def _show(args: argparse.Namespace, console: Any) -> None:

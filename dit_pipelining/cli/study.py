@@ -1,12 +1,7 @@
 """From what was asked on the command line to the picture: capture once, cut as often as is to be compared."""
 
-import inspect
-import logging
 import os
-import traceback
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +9,13 @@ from typing import Any
 import torch
 
 from dit_pipelining.api import split_model
+from dit_pipelining.cli.capturing import capturing
 from dit_pipelining.costs.devices import DeviceProfile, find_device
 from dit_pipelining.costs.machine import Machine, machine
 from dit_pipelining.costs.measured import MeasuredProfile, read_profile
 from dit_pipelining.costs.plan import plan_cut
 from dit_pipelining.costs.timing import TimingChoice
-from dit_pipelining.errors import USER_ERRORS, ConfigError, InputError
+from dit_pipelining.errors import ConfigError
 from dit_pipelining.lowering.report import report_split
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.planning.components import Components, components_of
@@ -184,31 +180,19 @@ def _components(
 
 def _split(setting: _Setting, spec: TransformerSpec, described: Mapping[str, Any]) -> SplitModel:
     question = setting.question
-    cls = transformer_class(spec.model_class)
-    inputs = build_inputs(described)
-    try:
-        with torch.no_grad(), _quiet():
-            model = build_weightless(cls, spec.config, getattr(torch, question.dtype))
-            return split_model(
-                model,
-                question.stages,
-                inputs,
-                partitioner=question.partitioner,
-                counts=question.partition,
-                ranks=question.asked_ranks,
-                profile=setting.profile,
-                topology=question.topology,
-                components=setting.components,
-            )
-    except USER_ERRORS:
-        raise
-    except Exception as error:
-        if not _raised_in(cls, error):
-            raise
-        raise InputError(
-            f"the forward of {spec.model_class} fails on these inputs: {type(error).__name__}: {error}. Try another "
-            "--height, --width or --num-frames, or describe the inputs in a file for --inputs."
-        ) from error
+    with capturing(spec):
+        model = build_weightless(transformer_class(spec.model_class), spec.config, getattr(torch, question.dtype))
+        return split_model(
+            model,
+            question.stages,
+            build_inputs(described),
+            partitioner=question.partitioner,
+            counts=question.partition,
+            ranks=question.asked_ranks,
+            profile=setting.profile,
+            topology=question.topology,
+            components=setting.components,
+        )
 
 
 def _picture(setting: _Setting, splits: Sequence[SplitModel], decided_by: str) -> Picture:
@@ -244,24 +228,6 @@ def _alternative(setting: _Setting, name: str, splits: Sequence[SplitModel]) -> 
     except PartitionError as error:
         return Alternative(name, problem=str(error))
     return alternative(_picture(setting, [split.cut_again(cut) for split, cut in zip(splits, cuts, strict=True)], name))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Libraries warn of what concerns running the model, and it does not run; errors they log are raised as well."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.disable(disabled)
-
-
-def _raised_in(cls: type, error: Exception) -> bool:
-    """Whether the error came out of the model's own forward, which means that the inputs do not fit it."""
-    code = inspect.getsourcefile(cls)
-    return any(frame.filename == code for frame in traceback.extract_tb(error.__traceback__))
 
 
 def _decided_by(question: Question) -> str:

@@ -117,7 +117,8 @@ def test_pictures_and_videos_are_those_of_the_tiled_vae(
 
 def with_vae(folder: Path, name: str, config: dict[str, Any], **options: Any) -> Any:
     """A pipeline in memory with a VAE of another class, spread over all ranks."""
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, vae=vaes.make(name, **options))
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder)
+    pipeline.vae = vaes.make(name, **options)
     return parallelize(pipeline, ParallelConfig(**config)).vae
 
 

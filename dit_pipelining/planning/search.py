@@ -1,0 +1,324 @@
+"""Search for the best way to spread a model over a number of equal GPUs.
+
+[Note: what a way costs]
+Blocks: sequence parallelism divides all of a block's work, tensor parallelism its matrix products and attention only: norms
+and sums run whole on each of its ranks. Each block then waits for what its dimensions send (`costs/collectives.py`), on
+hidden states that sequence parallelism has divided; HSDP gathers the next block's weights while one computes, so the slower
+of both counts. The glue before and after the blocks is not divided. The pipeline is cut by `balanced` for these costs, and a
+run is simulated as `show` simulates it. The VAE and the text encoders work as on one rank.
+
+Memory: tensor parallelism and HSDP divide the weights of blocks; HSDP holds two blocks whole. Sequence parallelism divides
+activations and what crosses between stages; tensor parallelism neither. Components lie on the first and the last stage.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from dit_pipelining.capture.graph import BlockGraph, value_bytes
+from dit_pipelining.costs.collectives import hsdp_seconds, ring_seconds, tensor_seconds, ulysses_seconds
+from dit_pipelining.costs.devices import DeviceProfile, Link
+from dit_pipelining.costs.model_costs import model_costs, sections
+from dit_pipelining.costs.roofline import Roofline
+from dit_pipelining.planning.components import Components
+from dit_pipelining.planning.degrees import Degrees, every_way, problem_of
+from dit_pipelining.planning.simulation import simulate
+from dit_pipelining.planning.timeline import Workload
+from dit_pipelining.runtime.worker import SENDS_IN_FLIGHT
+from partitioners import BlockCost, DoesNotFitError, ModelCosts, RankSpec, balanced
+
+WHOLE_BLOCKS = 2
+"""Blocks whose weights HSDP holds whole: the one that computes, and the next."""
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """One call of a block on one GPU.
+
+    Attributes:
+        matrix_seconds: of matrix products, convolutions and attention.
+        other_seconds: of everything else.
+        weights, activations: bytes.
+        hidden: bytes of the hidden states that leave it.
+        reductions: sums over the ranks of tensor parallelism.
+    """
+
+    matrix_seconds: float
+    other_seconds: float
+    weights: int
+    activations: int
+    hidden: int
+    reductions: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWork:
+    """One call of a transformer on one GPU, and what surrounds it.
+
+    Attributes:
+        blocks: calls of blocks of the main chain.
+        prologue, epilogue: the glue.
+        result_bytes: that a call returns.
+        heads: of the attention; None: not known.
+        copies: transformers like this one, which take turns.
+        calls, batch: of the transformer in a step, and samples in each; a batch can be cut into calls of one sample.
+        steps: of a request.
+        beside: the text encoders and the VAE.
+    """
+
+    blocks: tuple[BlockWork, ...]
+    prologue: BlockCost
+    epilogue: BlockCost
+    result_bytes: int
+    heads: int | None
+    copies: int = 1
+    calls: int = 1
+    batch: int = 1
+    steps: int = 50
+    beside: Components = field(default_factory=Components)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to spread the model, and what it gives.
+
+    Attributes:
+        degrees: of each dimension.
+        counts: blocks of each stage.
+        latency: seconds of one request.
+        requests_per_hour: of all GPUs together, with enough requests to fill the stages.
+        memory_bytes: of the fullest rank.
+        step_seconds: of one denoising step of one request.
+        computing: share of a rank's time in a request in which it computes, on average.
+        sending: seconds of a step in which a rank waits for others inside its blocks, by dimension.
+    """
+
+    degrees: Degrees
+    counts: tuple[int, ...]
+    latency: float
+    requests_per_hour: float
+    memory_bytes: int
+    step_seconds: float
+    computing: float
+    sending: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A way that cannot be: why, and the bytes that a rank lacks, where it is memory."""
+
+    degrees: Degrees
+    reason: str
+    lacks_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Search:
+    """All ways, the best for the goal first, and those that cannot be."""
+
+    goal: str
+    gpus: int
+    ways: tuple[Way, ...]
+    refused: tuple[Refused, ...]
+
+
+def search(work: ModelWork, gpus: int, device: DeviceProfile, topology: str = "auto", goal: str = "latency") -> Search:
+    """Find the best degrees.
+
+    Args:
+        work: the model, from `model_work`.
+        gpus: how many.
+        device: each of them.
+        topology: of the links between them.
+        goal: of `GOALS`: the seconds of one request, requests per hour, or bytes of the fullest rank. Of ways that are
+            equally good, those without HSDP go first.
+    """
+    link = device.link(topology)
+    ways, refused = [], []
+    for degrees in every_way(gpus):
+        problem = problem_of(degrees, heads=work.heads, blocks=len(work.blocks), calls=work.calls * work.batch)
+        if problem:
+            refused.append(Refused(degrees, problem))
+            continue
+        try:
+            ways.append(_way(work, degrees, device, link))
+        except DoesNotFitError as error:
+            refused.append(Refused(degrees, "the model does not fit into memory", max(error.shortfalls)))
+    keys = {
+        "latency": lambda way: (way.latency, way.degrees.shards, way.memory_bytes),
+        "throughput": lambda way: (-way.requests_per_hour, way.degrees.shards, way.latency),
+        "memory": lambda way: (way.memory_bytes, way.latency),
+    }
+    return Search(goal, gpus, tuple(sorted(ways, key=keys[goal])), tuple(refused))
+
+
+def model_work(graph: BlockGraph, model: nn.Module, device: DeviceProfile, **facts: object) -> ModelWork:
+    """What a captured model costs on one GPU.
+
+    Args:
+        graph: of one call, captured with `count_work`.
+        model: with weights or without.
+        device: the GPU.
+        facts: `heads`, `copies`, `calls`, `batch`, `steps`, `beside` of `ModelWork`.
+    """
+    timing = Roofline(device)
+    costs = model_costs(graph, model, timing)
+    _, *parts, _ = sections(graph, model)
+    hidden = max([costs.prologue.boundary_bytes, *(cost.boundary_bytes for cost in costs.blocks)])
+    blocks = []
+    for node, part, cost in zip(graph.blocks, parts, costs.blocks, strict=True):
+        other = sum(
+            timing.operation_seconds(operation) * count
+            for operation, count in part.operations.items()
+            if not operation.flops
+        )
+        blocks.append(
+            BlockWork(
+                matrix_seconds=max(cost.seconds - other, 0.0),
+                other_seconds=min(other, cost.seconds),
+                weights=cost.parameter_bytes,
+                activations=cost.activation_bytes,
+                hidden=cost.boundary_bytes or hidden,
+                reductions=_reductions(model.get_submodule(str(node.target))),
+            )
+        )
+    result = sum(value_bytes(node) for node in graph.output_nodes)
+    return ModelWork(
+        blocks=tuple(blocks),
+        prologue=costs.prologue,
+        epilogue=costs.epilogue,
+        result_bytes=result,
+        **facts,  # type: ignore[arg-type]
+    )
+
+
+def sharded_costs(work: ModelWork, degrees: Degrees, link: Link) -> ModelCosts:
+    """Costs of a call on the ranks of one line; see [Note: what a way costs]."""
+    scale = _samples(work, degrees) / work.batch
+    blocks = []
+    for block in work.blocks:
+        compute, sending = _block_seconds(block, degrees, link, scale)
+        whole = block.weights / degrees.tensor
+        gather = hsdp_seconds(whole, degrees.shards, link)
+        extra = WHOLE_BLOCKS * (whole - whole / degrees.shards) if degrees.shards > 1 else 0
+        blocks.append(
+            BlockCost(
+                seconds=max(compute + sum(sending.values()), gather),
+                parameter_bytes=math.ceil(whole / degrees.shards * work.copies),
+                activation_bytes=math.ceil(block.activations * scale / degrees.sequence + extra),
+                boundary_bytes=math.ceil(block.hidden * scale / degrees.sequence),
+            )
+        )
+    return ModelCosts(
+        tuple(blocks),
+        prologue=_scaled(work.prologue, scale, degrees, work.copies),
+        epilogue=_scaled(work.epilogue, scale, degrees, work.copies),
+    )
+
+
+def _way(work: ModelWork, degrees: Degrees, device: DeviceProfile, link: Link) -> Way:
+    costs = sharded_costs(work, degrees, link)
+    beside, stages = work.beside, degrees.pipeline
+    fixed = [0] * stages
+    fixed[0] += beside.encoder_bytes
+    fixed[-1] += beside.vae_bytes + beside.decode_bytes
+    buffers = _buffers(costs, stages)
+    ranks = [
+        RankSpec(
+            memory_bytes=device.usable_bytes,
+            fixed_bytes=own + buffers,
+            link_bytes_per_second=link.usable_bytes_per_second,
+            link_latency_seconds=link.latency_seconds,
+        )
+        for own in fixed
+    ]
+    partition = balanced(costs, ranks)
+    seconds = tuple(
+        math.fsum(cost.seconds for cost in (*costs.blocks[start:end], *costs.glue(stage, stages)))
+        for stage, (start, end) in enumerate(partition.ranges)
+    )
+    line = stages * degrees.cfg
+    hops = math.ceil(math.log2(line)) if line > 1 else 0
+    samples = _samples(work, degrees)
+    result = link.latency_seconds + work.result_bytes * samples / work.batch / link.usable_bytes_per_second
+    load = Workload(
+        stage_seconds=seconds,
+        transfer_seconds=tuple(
+            ranks[0].transfer_seconds(costs.boundary_bytes(end)) for _, end in partition.ranges[:-1]
+        ),
+        result_seconds=hops * result,
+        steps=work.steps,
+        calls_per_step=work.calls * work.batch // samples,
+        replicas=degrees.cfg,
+        encode_seconds=beside.encode_seconds,
+        encode_rank=0,
+        decode_seconds=beside.decode_seconds,
+        decode_rank=stages - 1,
+    )
+    alone = simulate(load)
+    filled = simulate(replace(load, requests=2 * line))
+    computing, sending = _sums(work, degrees, link)
+    return Way(
+        degrees=degrees,
+        counts=tuple(partition.counts),
+        latency=alone.makespan,
+        requests_per_hour=3600 * degrees.data * 2 * line / filled.makespan,
+        memory_bytes=max(partition.stage_bytes(costs, ranks)),
+        step_seconds=alone.step_seconds,
+        computing=(1 - alone.bubble) * computing / (computing + math.fsum(sending.values())),
+        sending={name: value * load.calls_per_step for name, value in sending.items() if value},
+    )
+
+
+def _block_seconds(block: BlockWork, degrees: Degrees, link: Link, scale: float) -> tuple[float, dict[str, float]]:
+    """What a block computes, and what it waits for, by dimension."""
+    hidden = block.hidden * scale
+    compute = scale * (block.matrix_seconds / degrees.tensor + block.other_seconds) / degrees.sequence
+    return compute, {
+        "ulysses": ulysses_seconds(hidden / degrees.ring / degrees.tensor, degrees.ulysses, link),
+        "ring": ring_seconds(hidden / degrees.ulysses / degrees.tensor, degrees.ring, link),
+        "tensor": tensor_seconds(hidden / degrees.sequence, degrees.tensor, link, block.reductions),
+    }
+
+
+def _sums(work: ModelWork, degrees: Degrees, link: Link) -> tuple[float, dict[str, float]]:
+    """What all of a call computes, and what it waits for, by dimension."""
+    scale = _samples(work, degrees) / work.batch
+    total: dict[str, float] = {}
+    computing = scale * (work.prologue.seconds + work.epilogue.seconds)
+    for block in work.blocks:
+        compute, sending = _block_seconds(block, degrees, link, scale)
+        computing += compute
+        gather = hsdp_seconds(block.weights / degrees.tensor, degrees.shards, link)
+        sending["hsdp"] = max(gather - compute - sum(sending.values()), 0.0)
+        for name, value in sending.items():
+            total[name] = total.get(name, 0.0) + value
+    return computing, total
+
+
+def _samples(work: ModelWork, degrees: Degrees) -> int:
+    """Samples in each call: replicas share a batch as far as it divides."""
+    return work.batch // math.gcd(work.batch, degrees.cfg)
+
+
+def _scaled(glue: BlockCost, scale: float, degrees: Degrees, copies: int) -> BlockCost:
+    return BlockCost(
+        seconds=glue.seconds * scale,
+        parameter_bytes=glue.parameter_bytes * copies,
+        activation_bytes=math.ceil(glue.activation_bytes * scale),
+        boundary_bytes=math.ceil(glue.boundary_bytes * scale / degrees.sequence),
+    )
+
+
+def _buffers(costs: ModelCosts, stages: int) -> int:
+    """What is received ahead and kept until it has been sent, as in `planning/memory.py`, at the widest boundary."""
+    if stages == 1:
+        return 0
+    return (2 + SENDS_IN_FLIGHT) * max(cost.boundary_bytes for cost in costs.blocks)
+
+
+def _reductions(block: nn.Module) -> int:
+    """Sums that tensor parallelism needs in a block: after each attention, and after the feed-forward."""
+    attentions = [module for module in block.modules() if hasattr(module, "to_q") or hasattr(module, "to_qkv")]
+    return 1 + max(len(attentions), 1)
