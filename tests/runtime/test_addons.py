@@ -155,7 +155,7 @@ def with_an_ip_adapter_that_moves(folder: Path, layout: str | None) -> dict[str,
         pipeline = load_pipeline(folder, ParallelConfig(rebalance=True, **LAYOUTS[layout]))
     if layout is not None and dist.get_rank() % 2 == 0:
         for block in (*pipeline.transformer.transformer_blocks, *pipeline.transformer.single_transformer_blocks):
-            block.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+            block.register_forward_pre_hook(lambda *_: time.sleep(0.02))
     guided = dict(negative_prompt="moon", true_cfg_scale=3.0)  # so that all replicas have work
     seen = {"before": paint(pipeline, **guided)}
     cuts = [stage_counts(pipeline)]
