@@ -92,6 +92,7 @@ _square = dict(tile_sample_min_size=16, tile_latent_min_size=8, tile_overlap_fac
 
 VAES: dict[str, TinyVae] = {
     "AutoencoderKL": TinyVae(_image, _square, (2, 4, 13, 21), (2, 3, 26, 42)),
+    "AutoencoderKLFlux2": TinyVae(_image, _square, (2, 4, 13, 21), (2, 3, 26, 42)),
     "AutoencoderKLWan": TinyVae({**_wan, **_statistics}, SIXTEEN, (1, 4, 3, 5, 4), (1, 3, 9, 40, 32)),
     "AutoencoderKLQwenImage": TinyVae({**_wan, **_statistics}, SIXTEEN, (1, 4, 1, 5, 4), (1, 3, 1, 40, 32)),
     "AutoencoderKLHunyuanVideo": TinyVae(
