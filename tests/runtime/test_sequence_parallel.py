@@ -163,8 +163,11 @@ def spread(name: str, layout: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    # The videos of Wan's cases have three tokens, too few for four ranks.
+    [(name, layout) for name in FAMILIES for layout in LAYOUTS if layout != "r2-u2" or not name.startswith("Wan")],
+)
 def test_every_family_in_every_layout_gives_what_one_process_gives(ranks: RankPool, name: str, layout: str) -> None:
     [wanted] = ranks.run(1, plain, name)
     for outputs in ranks.run(4, spread, name, layout):
