@@ -45,7 +45,9 @@ class Tokens:
     def split(self, tensor: torch.Tensor, dim: int, name: str) -> torch.Tensor:
         total, parts = tensor.shape[dim], self.groups.size
         if total < parts:
-            raise InputError(f"{name}: {total} tokens cannot be split over {parts} ranks; use fewer.")
+            raise InputError(
+                f"{name}: {total} tokens cannot be split over {parts} ranks; lower ring_degree or ulysses_degree."
+            )
         if total % parts and not self.uneven:
             raise InputError(
                 f"{name}: {total} tokens cannot be split evenly over ring_degree={self.groups.ring_degree} x "
