@@ -173,7 +173,7 @@ def spread(name: str, layout: str) -> list[torch.Tensor]:
     [
         (name, layout)
         for name in FAMILIES
-        for layout in LAYOUTS
+        for layout in ON_FOUR
         if layout != "r2-u2" or not name.startswith(("Wan", "Cog"))
     ],
 )
