@@ -12,18 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from diffusers.hooks import HookRegistry, layer_skip, smoothed_energy_guidance_utils
 from torch import nn
-
-from dit_pipelining.errors import ConfigError
-
-REPEATABLE = (
-    layer_skip.AttentionProcessorSkipHook,
-    layer_skip.FeedForwardSkipHook,
-    layer_skip.TransformerBlockSkipHook,
-    smoothed_energy_guidance_utils.SmoothedEnergyGuidanceHook,
-)
-"""Kinds of hooks that do the same at every call."""
 
 OF_THE_MODULE = ("fn_ref", "_metadata")
 """What a hook notes about the module that it is on."""
@@ -37,16 +26,18 @@ class BranchHook:
         module: name of that module.
         kind: class of the hook.
         options: its attributes.
+        registry: class that puts hooks on a module.
     """
 
     module: str
     kind: type
     options: tuple[tuple[str, Hashable], ...]
+    registry: Any
 
-    def make(self) -> Any:
+    def put_on(self, module: nn.Module) -> None:
         hook: Any = object.__new__(self.kind)
         vars(hook).update(self.options)
-        return hook
+        self.registry(module).register_hook(hook, "branch")
 
 
 _asked: ContextVar[dict[int, tuple[BranchHook, ...]]] = ContextVar("hooks of the branch")
@@ -68,18 +59,13 @@ def asked_hooks(model: nn.Module) -> tuple[BranchHook, ...]:
 
 
 def read_hooks(model: nn.Module) -> tuple[BranchHook, ...]:
-    """The hooks that are on a model.
-
-    Raises:
-        ConfigError: one of them does something else at each call.
-    """
+    """The hooks that are on a model."""
     found = []
     for name, module in model.named_modules():
         registry = vars(module).get("_diffusers_hook")
         for hook in getattr(registry, "hooks", {}).values():
-            _check_repeatable(hook, name)
             options = {key: value for key, value in vars(hook).items() if key not in OF_THE_MODULE}
-            found.append(BranchHook(name, type(hook), tuple(sorted(options.items()))))
+            found.append(BranchHook(name, type(hook), tuple(sorted(options.items())), type(registry)))
     return tuple(found)
 
 
@@ -91,23 +77,10 @@ def hooked(model: nn.Module, hooks: Iterable[BranchHook]) -> Iterator[None]:
         for hook in hooks:
             module = model.get_submodule(hook.module)
             before.append((vars(module), vars(module).get("forward")))
-            HookRegistry(module).register_hook(hook.make(), "branch")
+            hook.put_on(module)
         yield
     finally:
         for attributes, forward in reversed(before):
             attributes.pop("forward", None)
             if forward is not None:
                 attributes["forward"] = forward
-
-
-def _check_repeatable(hook: Any, module: str) -> None:
-    if type(hook) not in REPEATABLE:
-        raise ConfigError(
-            f"the guider puts a {type(hook).__name__} on {module!r}, which is not known to do the same at every call; on a "
-            f"split model only {', '.join(kind.__name__ for kind in REPEATABLE)} are."
-        )
-    if getattr(hook, "dropout", 1.0) != 1.0:
-        raise ConfigError(
-            f"the guider drops what {module!r} gives with a chance of {hook.dropout}; the ranks of a split model would draw "
-            "other numbers than one process. Use dropout=1.0, which skips the layer."
-        )

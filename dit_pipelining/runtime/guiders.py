@@ -7,14 +7,23 @@ from typing import Any
 
 import torch
 from diffusers.guiders.guider_utils import BaseGuidance
+from diffusers.hooks import layer_skip, smoothed_energy_guidance_utils
 from torch import nn
 
-from dit_pipelining.capture.branch_hooks import ask_hooks, read_hooks
+from dit_pipelining.capture.branch_hooks import BranchHook, ask_hooks, read_hooks
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.errors import ConfigError
 
 SHELLS = "_dit_pipelining_shells"
 
+
+REPEATABLE = (
+    layer_skip.AttentionProcessorSkipHook,
+    layer_skip.FeedForwardSkipHook,
+    layer_skip.TransformerBlockSkipHook,
+    smoothed_energy_guidance_utils.SmoothedEnergyGuidanceHook,
+)
+"""Kinds of hooks that do the same at every call."""
 
 ConfigOf = Callable[[Any], ParallelConfig | None]
 """How a model is spread over ranks; None: it is not."""
@@ -35,6 +44,25 @@ def attach_guiders(components: Iterable[Any], config_of: ConfigOf) -> None:
             vars(guider)[SHELLS] = _Shells()
             cls: Any = type(guider)
             guider.__class__ = _class_of_split(cls, config_of)
+
+
+def check_repeatable(hooks: Iterable[BranchHook]) -> None:
+    """Check that hooks do the same at every call.
+
+    Raises:
+        ConfigError: names the first that does not.
+    """
+    for hook in hooks:
+        if hook.kind not in REPEATABLE:
+            raise ConfigError(
+                f"the guider puts a {hook.kind.__name__} on {hook.module!r}, which is not known to do the same at every call; "
+                f"on a split model only {', '.join(kind.__name__ for kind in REPEATABLE)} are."
+            )
+        if (chance := dict(hook.options).get("dropout", 1.0)) != 1.0:
+            raise ConfigError(
+                f"the guider drops what {hook.module!r} gives with a chance of {chance}; the ranks of a split model would "
+                "draw other numbers than one process. Use dropout=1.0, which skips the layer."
+            )
 
 
 class _Shells:
@@ -86,6 +114,7 @@ def _class_of_split(cls: Any, config_of: ConfigOf) -> Any:
         shell = vars(self)[SHELLS].of(denoiser)
         cls.prepare_models(self, shell)
         hooks = read_hooks(shell)
+        check_repeatable(hooks)
         if hooks and config.tensor_parallel_size * config.sequence_parallel_size > 1:
             raise ConfigError(
                 f"{cls.__name__} changes what blocks do, which is not possible where each block is on several ranks "

@@ -12,6 +12,7 @@ from torch import nn
 from dit_pipelining.api import split_model
 from dit_pipelining.capture.branch_hooks import ask_hooks, asked_hooks, forget_hooks, hooked, read_hooks
 from dit_pipelining.errors import ConfigError
+from dit_pipelining.runtime.guiders import check_repeatable
 from tests.same import assert_same
 
 
@@ -88,8 +89,8 @@ def test_a_hook_that_draws_numbers_or_is_not_known_is_refused() -> None:
     source = model()
     apply_layer_skip(source, LayerSkipConfig([0], dropout=0.5))
     with pytest.raises(ConfigError, match=r"dropout=1\.0"):
-        read_hooks(source)
+        check_repeatable(read_hooks(source))
     other = model()
     HookRegistry.check_if_exists_or_initialize(other.transformer_blocks[1]).register_hook(ModelHook(), "own")
     with pytest.raises(ConfigError, match=r"ModelHook on 'transformer_blocks\.1'"):
-        read_hooks(other)
+        check_repeatable(read_hooks(other))
