@@ -27,10 +27,11 @@ from dit_pipelining.errors import ConfigError, InputError, NotATransformerError
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.runtime.attach import adopt, rolling_of
 from dit_pipelining.runtime.executor import check_counts
-from dit_pipelining.runtime.parallel import from_checkpoint, from_memory, spread
+from dit_pipelining.runtime.parallel import cut_over_ranks, from_checkpoint, from_memory, spread
 from dit_pipelining.runtime.requests import OnOutput, run_requests
 from dit_pipelining.runtime.serving import RequestQueue
 from dit_pipelining.sharding.sequence import check_sequence_parallel
+from dit_pipelining.sharding.tensor import check_tensor_parallel
 from dit_pipelining.sharding.tile_ranks import TileRanks, tile_ranks
 from dit_pipelining.stream.session import VideoStream
 from dit_pipelining.stream.spec import StreamSpec
@@ -229,8 +230,9 @@ def _load(
         with without_components(folder, [*models, *components, *loaded]) as rest:
             pipeline = pipeline_class.from_pretrained(rest, **{**options, **models, **loaded})  # type: ignore[attr-defined]
             name_sources(pipeline, source, folder, loaded_from=rest)
+    shards = cut_over_ranks(models, config, device)
     fill = {name: from_memory(model, device) for name, model in given.items()}
-    fill |= {name: from_checkpoint(transformer, device) for name, transformer in empty.items()}
+    fill |= {name: from_checkpoint(transformer, device, shards[name]) for name, transformer in empty.items()}
     spread(pipeline, models, fill, owners, tiles, config, device, launch.guard)
     return pipeline
 
@@ -263,6 +265,7 @@ def parallelize(pipeline: Any, config: ParallelConfig) -> Any:
         owners = _owners(config, sizes, models)
         tiles = _tiles(config, sizes, owners)
         device = launch.join()
+        cut_over_ranks(models, config, device)
         fill = {name: from_memory(model, device) for name, model in models.items()}
         spread(pipeline, models, fill, owners, tiles, config, device, launch.guard)
     return pipeline
@@ -321,6 +324,8 @@ def _check_splits(config: ParallelConfig, models: Mapping[str, nn.Module]) -> No
         refuse_hooks(model)
         if config.sequence_parallel_size > 1:
             check_sequence_parallel(model, config.ring_degree, config.ulysses_degree, config.tensor_parallel_size)
+        if config.tensor_parallel_size > 1:
+            check_tensor_parallel(model, config.tensor_parallel_size, find_blocks(model, config.blocks))
     target = machine(config.pipeline_parallel_size, config.ranks, config.profile, config.topology)
     given = [check_counts(config, name, model) for name, model in models.items()]
     if target.has_limits and not any(given):

@@ -30,6 +30,14 @@ DEGREES = (
 )
 """Dimensions over which the ranks are laid out, the one that talks most last."""
 
+HSDP_CONTRADICTS = {
+    "tensor_parallel_size": "tensor-parallel ranks hold a part of each weight for good, and have nothing in common to shard",
+    "compile": "a compiled block does not see its weights come and go",
+    "rebalance": "blocks are moved as whole weights, which no rank holds",
+    "schedule": "torch's schedule runs one pipeline's calls, and replicas that share weights have to take part in them",
+}
+"""Why sharded weights do not go together with other settings."""
+
 SCHEDULES = ("rolling", "gpipe")
 COMPILE_MODES = (None, "blocks", "blocks-cudagraphs")
 ULYSSES_MODES = ("strict", "anything")
@@ -69,6 +77,11 @@ class ParallelConfig:
             `"anything"`: any number, at the price of a message between the ranks' hosts at each attention.
         vae_patch_parallel_size: ranks that compute the tiles of a VAE together, bit for bit as its own tiling does on one,
             which it switches on. They are the rank that owns the VAE and others that run the same call; all hold its weights.
+        use_hsdp: keep the weights of each stage's blocks sharded over the ranks that hold that stage (cfg_parallel_size x
+            ring_degree x ulysses_degree), and gather a block's when it runs.
+        hsdp_shard_size: over how many of these ranks. Default: all. Where there is one (those sizes are 1), it makes
+            hsdp_shard_size x hsdp_replicate_size replicas, as cfg_parallel_size does.
+        hsdp_replicate_size: how many times each shard is there; hsdp_shard_size x hsdp_replicate_size ranks hold a stage.
         schedule: `"rolling"`: a call returns at once with a result that is waited for when it is used, so that both
             branches of a step, and several requests, are in flight. `"gpipe"`: torch's ScheduleGPipe over the microbatches
             of each call, which runs it to its end.
@@ -110,6 +123,9 @@ class ParallelConfig:
     ring_degree: int = 1
     ulysses_mode: str = "strict"
     vae_patch_parallel_size: int = 1
+    use_hsdp: bool = False
+    hsdp_shard_size: int | None = None
+    hsdp_replicate_size: int | None = None
     schedule: str = "rolling"
     compile: str | None = None
     transport: str = "auto"
@@ -122,6 +138,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for name in (*DEGREES, "microbatches", "vae_patch_parallel_size"):
             check_positive(name, getattr(self, name))
+        self._check_hsdp()
         check_partitioner(self.partitioner)
         choices = (
             ("schedule", SCHEDULES),
@@ -151,6 +168,11 @@ class ParallelConfig:
             )
         if self.sequence_parallel_size > 1:
             self._check_beside_sequence_parallel()
+        if self.tensor_parallel_size > 1 and self.rebalance:
+            raise ConfigError(
+                "rebalance moves blocks by what one pipeline measures, but with tensor_parallel_size several must move alike; "
+                "leave one of them out."
+            )
         seconds = self.timeout_seconds
         if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
             raise ConfigError(f"timeout_seconds={seconds!r}: expected a number of seconds above 0.")
@@ -163,6 +185,44 @@ class ParallelConfig:
         for given in self.partition.values() if isinstance(self.partition, Mapping) else [self.partition]:
             if given is not None:
                 early_counts_check(given, self.pipeline_parallel_size)
+
+    def _check_hsdp(self) -> None:
+        sizes = {name: getattr(self, name) for name in ("hsdp_shard_size", "hsdp_replicate_size")}
+        given = {name: size for name, size in sizes.items() if size is not None}
+        for name, size in given.items():
+            check_positive(name, size)
+        if not isinstance(self.use_hsdp, bool):
+            raise ConfigError(f"use_hsdp={self.use_hsdp!r}: expected True or False.")
+        if not self.use_hsdp:
+            if given:
+                raise ConfigError(
+                    f"{next(iter(given))} is given, but use_hsdp is False. Set use_hsdp=True, or leave it out."
+                )
+            return
+        for name, reason in HSDP_CONTRADICTS.items():
+            if getattr(self, name) != getattr(type(self), name):  # its default
+                raise ConfigError(f"use_hsdp and {name}={getattr(self, name)!r}: {reason}. Leave one of them out.")
+        holders = self.cfg_parallel_size * self.ring_degree * self.ulysses_degree
+        if holders == 1:
+            if self.hsdp_shard_size is None:
+                raise ConfigError(
+                    "use_hsdp needs ranks that hold the same stage, which cfg_parallel_size, ulysses_degree and ring_degree "
+                    "make; without them give hsdp_shard_size, the number of ranks to shard the weights over."
+                )
+            holders = self.hsdp_shard_size * (self.hsdp_replicate_size or 1)
+            object.__setattr__(self, "cfg_parallel_size", holders)
+        shard = self.hsdp_shard_size or max(holders // (self.hsdp_replicate_size or 1), 1)
+        replicate = self.hsdp_replicate_size or max(holders // shard, 1)
+        if shard * replicate != holders:
+            raise ConfigError(
+                f"hsdp_shard_size={shard} x hsdp_replicate_size={replicate} is not {holders}, the number of ranks that hold "
+                f"the same stage (cfg_parallel_size={self.cfg_parallel_size} x ring_degree={self.ring_degree} x "
+                f"ulysses_degree={self.ulysses_degree})."
+            )
+        if shard == 1:
+            raise ConfigError("hsdp_shard_size=1 shards nothing; use 2 or more, or leave use_hsdp out.")
+        object.__setattr__(self, "hsdp_shard_size", shard)
+        object.__setattr__(self, "hsdp_replicate_size", replicate)
 
     def shown_on(self) -> tuple[int, ...]:
         """The ranks that return what the pipeline makes, in order."""

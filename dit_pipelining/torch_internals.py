@@ -5,8 +5,8 @@ Supported: torch 2.11 to 2.13. Not here are the dictionaries in which an `nn.Mod
 """
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -209,3 +210,39 @@ def all_to_all(tensor: torch.Tensor, received: list[int], sent: list[int], group
         functional.all_to_all_single(tensor, received, sent, group.group_name)
     )
     return exchanged
+
+
+def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of a tensor over the ranks of a group, on each of them. Works on fake tensors and under torch.compile too."""
+    from torch.distributed import _functional_collectives as collectives
+
+    summed: torch.Tensor = collectives.wait_tensor(collectives.all_reduce(tensor, "sum", group))
+    return summed
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor that is spread over ranks; of any other, the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_spread(tensor: torch.Tensor) -> bool:
+    """Whether ranks hold a part of the tensor each."""
+    return isinstance(tensor, DTensor)
+
+
+@contextmanager
+def without_gathering(model: torch.nn.Module) -> Iterator[None]:
+    """Inside this context modules of the model that FSDP2 has sharded run without gathering their weights."""
+    removed = []
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp."):
+                    removed.append((hooks, dict(hooks)))
+                    del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in reversed(removed):
+            hooks.clear()
+            hooks.update(before)

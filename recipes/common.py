@@ -62,6 +62,11 @@ def base_parser(description: str) -> argparse.ArgumentParser:
     flags.add_argument("--vae-use-tiling", action="store_true", help="let the VAE work tile by tile")
     flags.add_argument("--partitioner", choices=sorted(PARTITIONERS), help="default: balanced")
     flags.add_argument("--partition", help="blocks per stage, for example 8,12,12,8")
+    flags.add_argument(
+        "--tensor-parallel-size", type=int, metavar="RANKS", help="over which each block's heads are split"
+    )
+    flags.add_argument("--use-hsdp", action="store_true", default=None, help="keep weights sharded between replicas")
+    flags.add_argument("--hsdp-shard-size", type=int, metavar="RANKS", help="default: all that hold the same stage")
     flags.add_argument("--ranks", help="what the ranks are, for example rtx4090,rtx3090 or 24GB*2,16GB")
     return flags
 
@@ -96,6 +101,9 @@ def parallel_config(args: argparse.Namespace, defaults: Mapping[str, Any] | None
         vae_patch_parallel_size=args.vae_patch_parallel_size,
         partitioner=args.partitioner,
         partition=args.partition,
+        tensor_parallel_size=args.tensor_parallel_size,
+        use_hsdp=args.use_hsdp,
+        hsdp_shard_size=args.hsdp_shard_size,
         ranks=args.ranks,
         **more,
     )

@@ -39,8 +39,11 @@ def find_blocks(model: nn.Module, blocks: Sequence[str] | None = None) -> list[s
 
 
 def _is_or_wraps(module: nn.Module, classes: set[str]) -> bool:
-    """Whether the module's class is marked, or a marked one lies in it (HiDream wraps its blocks)."""
-    return any(type(part).__name__ in classes for part in module.modules())
+    """Whether the module's class is marked, or a marked one lies in it (HiDream wraps its blocks).
+
+    Derived classes count: FSDP2 gives modules that it shards one of its own.
+    """
+    return any(base.__name__ in classes for part in module.modules() for base in type(part).__mro__)
 
 
 def _chosen(model: nn.Module, blocks: Sequence[str]) -> list[str]:

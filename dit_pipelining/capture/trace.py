@@ -62,10 +62,12 @@ from dit_pipelining.torch_internals import (
     NEEDS_VALUES,
     autocast_state,
     is_fake,
+    is_spread,
     new_fake_mode,
     real_tensors,
     storage_key,
     version,
+    without_gathering,
 )
 
 OPAQUE_PACKAGES = ("torch.nn.", "torch.ao.", "torchao.", "peft.", "bitsandbytes.", "diffusers.quantizers.")
@@ -157,6 +159,7 @@ class Tracer(TorchFunctionMode):
         self.device = _device_of(self.inputs, self.model)
         with (
             exchanged_tensors(self.model, self._fake_like) as self.names,
+            without_gathering(self.model),
             intercepted_calls(self._call) as self.plain_call,
             collected_lora_scales(self.model) as scales,
             intercepted_function(self.model, "create_block_mask", self._create_block_mask),
@@ -190,7 +193,7 @@ class Tracer(TorchFunctionMode):
                 self._refuse_filled_containers(one, other)
 
     def _fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) and not is_spread(tensor):
             # A quantised weight: only opaque modules touch it. One that another rank holds gets memory that looks like it.
             return tensor if tensor.device.type != "meta" else _without_memory(tensor, self.device)
         device = self.device if tensor.device.type == "meta" or not _is_parameter(tensor) else tensor.device

@@ -15,6 +15,8 @@ from dit_pipelining.lowering.boundary import BoundaryValue, StagePlan, holds, wi
 from dit_pipelining.lowering.clock import StageClock
 from dit_pipelining.lowering.cuda_graph import GraphedFunction
 from dit_pipelining.lowering.invariant import InvariantGroup, split_invariant
+from dit_pipelining.sharding.hsdp import ShardedBlocks
+from dit_pipelining.torch_internals import local_part
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +114,7 @@ class StageModule(nn.Module):
             _hold(self, model, name)
         self.training = model.training
         self.clock: StageClock | None = None
+        self.sharded: ShardedBlocks | None = None
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "StageModule":
         """Moves and casts act on the parameters in place, but make new buffers: give those to the model too."""
@@ -209,6 +212,8 @@ class StageModule(nn.Module):
         self, graph: BlockGraph, received: Sequence[torch.Tensor], leaves: Mapping[str, Any]
     ) -> tuple[torch.Tensor, ...]:
         program = self.programs[id(graph)]
+        if self.sharded is not None:
+            self.sharded.start_pass([str(node.target) for node in program.blocks])
         if graph.hooks:
             mine = [hook for hook in graph.hooks if holds(self.held_weights, hook.module)]
             with hooked(self.model, mine):
@@ -232,6 +237,11 @@ class StageModule(nn.Module):
             for module in modules:
                 unscale_lora_layers(module, graph.lora_scale)
 
+    def gather_only(self, graph: BlockGraph) -> None:
+        """Gather sharded weights as `run` does, for ranks that run the stage for another call meanwhile."""
+        if self.sharded is not None:
+            self.sharded.gather_only([str(node.target) for node in self.programs[id(graph)].blocks])
+
     def _modules_of_the_model(self) -> Iterator[nn.Module]:
         """The modules the stage runs, as the model has them now: an adapter may have been put in their place."""
         for name in self.held_weights:
@@ -243,7 +253,8 @@ class StageModule(nn.Module):
 
     @property
     def parameter_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.parameters())
+        """Of the weights on this rank."""
+        return sum(local_part(tensor).nbytes for tensor in self.parameters())
 
     def extra_repr(self) -> str:
         return f"stage {self.stage_index + 1} of {self.num_stages}"

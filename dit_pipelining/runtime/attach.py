@@ -208,7 +208,11 @@ def _parallel_class(cls: Any) -> Any:
         )
 
     own = {
-        **members(cls, lambda model: model.__dict__[EXECUTOR].awaits_weights),
+        **members(
+            cls,
+            lambda model: model.__dict__[EXECUTOR].awaits_weights,
+            lambda model: model.__dict__[EXECUTOR].holds_parts,
+        ),
         "forward": forward,
         "device": property(device),
         "parameters": parameters,

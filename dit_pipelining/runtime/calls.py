@@ -63,6 +63,9 @@ class StageRunner(Protocol):
     def wait(self, call: StageCall) -> None:
         """Return when the results are there for the current stream (on CUDA) or the host (on the CPU)."""
 
+    def run_aside(self, function: Callable[[], None]) -> None:
+        """Run a function in this rank's order of calls, where its stage would run."""
+
     def drain(self) -> None:
         """Return when no stage of an earlier call runs Python code any more."""
 

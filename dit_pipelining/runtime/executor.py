@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -26,10 +27,12 @@ from dit_pipelining.runtime.rebalance import Rebalancer
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.runtime.schedules import GPipe
 from dit_pipelining.runtime.withheld import refuse_withheld
+from dit_pipelining.sharding.hsdp import ShardedBlocks
 from partitioners import Component, Partition, balanced
 
-FillStage = Callable[[StagePlan], None]
-"""Gives the model the weights of one stage, and takes away all others."""
+FillStage = Callable[[StagePlan, Mapping[str, Callable[[], object]]], None]
+"""Gives the model the weights of one stage, and takes away all others. The mapping has what to do with a module of the stage
+once its weights are there, before those of others are."""
 
 
 class TransformerExecutor:
@@ -45,6 +48,7 @@ class TransformerExecutor:
         rolling: the pipeline's runtime.
         fill_stage: called once with this rank's stage plan.
         components: what else the ranks hold and run, bound to their stages.
+        sharded: keeps the stage's blocks sharded over the ranks that hold them too.
 
     Raises:
         BlocksNotFoundError, PartitionError: the transformer cannot be cut as asked.
@@ -58,6 +62,7 @@ class TransformerExecutor:
         rolling: Rolling,
         fill_stage: FillStage,
         components: Sequence[Component] = (),
+        sharded: ShardedBlocks | None = None,
     ) -> None:
         self.name = name
         self.model = model
@@ -72,18 +77,24 @@ class TransformerExecutor:
         )
         self._fill_stage = fill_stage
         self._components = components
+        self._sharded = sharded
         self._gpipe: GPipe | None = None
         self.rebalancer: Rebalancer | None = None
         latents = first_argument(model.forward)
         self._over_replicas = Cutter(latents, config.cfg_parallel_size, self._fits)
         self._along_stages = Cutter(latents, config.microbatches, self._fits)
-        self._idle = IdleReplicas(name, config.cfg_parallel_size)
+        self._idle = IdleReplicas(name, 1 if config.use_hsdp else config.cfg_parallel_size)  # replicas hold weights too
         rolling.between_calls.append(lambda: refuse_hooks(model))
 
     @property
     def awaits_weights(self) -> bool:
         """Whether the checkpoint is yet to be read."""
         return self.split is None and any(tensor.device.type == "meta" for tensor in self.model.parameters())
+
+    @property
+    def holds_parts(self) -> bool:
+        """Whether ranks hold parts of the weights of blocks."""
+        return self.config.tensor_parallel_size > 1 or self.config.use_hsdp
 
     def __call__(self, kwargs: Mapping[str, Any]) -> Any:
         """Run one call of the forward; returns on every rank what the unsplit transformer returns."""
@@ -150,13 +161,17 @@ class TransformerExecutor:
 
         def fill(plans: list[StagePlan]) -> None:
             # Pipelines can ask for what the forward does not use (a prior's mean and deviation): every rank has it.
-            self._fill_stage(replace(plans[stage], weights=plans[stage].weights | unused))
+            plan = replace(plans[stage], weights=plans[stage].weights | unused)
+            self._fill_stage(plan, self._sharding_of(graph, plan))
 
         self.split = SplitModel(self.model, self._captures, graph, cut.partition, fill, cut)
         if self.config.rebalance and self.split.num_stages > 1:
             partitioner = self.config.partitioner if callable(self.config.partitioner) else balanced
             self.rebalancer = Rebalancer(self.name, self.split, self.rolling, partitioner)
             self.rolling.between_calls.append(self._rebalance)
+        if self._sharded is not None:
+            self._sharded.finish()
+            self._stage().sharded = self._sharded
         self._prepare_stage()
         return self.split
 
@@ -168,6 +183,18 @@ class TransformerExecutor:
         shared = [partition]
         dist.broadcast_object_list(shared, group_src=0, group=self.rolling.callers)
         return shared[0]
+
+    def _sharding_of(self, graph: BlockGraph, plan: StagePlan) -> dict[str, Callable[[], object]]:
+        """How each block of the main chain is sharded; those of which glue uses a part stay whole."""
+        if self._sharded is None:
+            return {}
+        mine = set(plan.computed)
+        names = dict.fromkeys(str(node.target) for node in graph.blocks if node in mine)
+        return {
+            name: partial(self._sharded.shard, name, self.model.get_submodule(name))
+            for name in names
+            if not any(weight.startswith(f"{name}.") for weight in plan.weights)
+        }
 
     def _rebalance(self) -> None:
         assert self.rebalancer is not None

@@ -22,17 +22,27 @@ NEED_WEIGHTS = ("add_adapter", "fuse_lora", "fuse_qkv_projections")
 """Methods that read or write the weights, which a rank has from the pipeline's first call on."""
 
 
-def members(cls: Any, awaits_weights: Callable[[nn.Module], bool]) -> dict[str, Any]:
+CHANGE_WEIGHTS = (*NEED_WEIGHTS, "load_lora_adapter")
+"""Methods that change or add weights of blocks, which a rank may hold a part of only."""
+
+
+def members(
+    cls: Any, awaits_weights: Callable[[nn.Module], bool], holds_parts: Callable[[nn.Module], bool]
+) -> dict[str, Any]:
     """Methods for a subclass of a transformer's class.
 
     Args:
         cls: the class.
         awaits_weights: whether a model's checkpoint is yet to be read.
+        holds_parts: whether a model's blocks are cut or sharded over ranks.
     """
     found: dict[str, Any] = {name: _refused(cls, name, why) for name, why in REFUSED.items() if hasattr(cls, name)}
     found |= {name: _later(cls, name, awaits_weights) for name in NEED_WEIGHTS if hasattr(cls, name)}
     if hasattr(cls, "load_lora_adapter"):
         found["load_lora_adapter"] = _adapter_loader(cls, awaits_weights)
+    for name in CHANGE_WEIGHTS:
+        if name in found:
+            found[name] = _of_whole_weights(cls, name, found[name], holds_parts)
     return found
 
 
@@ -54,6 +64,22 @@ def _later(cls: Any, name: str, awaits_weights: Callable[[nn.Module], bool]) -> 
                 "once before, or load it with from_pretrained and split it with `parallelize`."
             )
         return original(self, *args, **kwargs)
+
+    return call
+
+
+def _of_whole_weights(
+    cls: Any, name: str, method: Callable[..., Any], holds_parts: Callable[[nn.Module], bool]
+) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if holds_parts(self):
+            raise ConfigError(
+                f"{name} works on whole weights, but ranks hold parts of those of {cls.__name__} (tensor_parallel_size or "
+                "use_hsdp). Load the transformer with from_pretrained, use fuse_lora, and then `parallelize`; or give the "
+                "ranks to pipeline_parallel_size."
+            )
+        return method(self, *args, **kwargs)
 
     return call
 

@@ -1,8 +1,9 @@
 """Spread a pipeline's transformers over the ranks of this launch."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,10 +22,14 @@ from dit_pipelining.lowering.boundary import StagePlan
 from dit_pipelining.runtime.attach import attach, attach_pipeline, resolve_inputs
 from dit_pipelining.runtime.components import OwnedComponent
 from dit_pipelining.runtime.executor import FillStage, TransformerExecutor
+from dit_pipelining.runtime.lockstep import Lockstep
 from dit_pipelining.runtime.owned import is_owned, own
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.sharding.groups import make_sequence_groups
+from dit_pipelining.sharding.hsdp import ShardedBlocks, make_shard_mesh
 from dit_pipelining.sharding.sequence import apply_sequence_parallel
+from dit_pipelining.sharding.tensor import apply_tensor_parallel, refuse_additions
+from dit_pipelining.sharding.tensor_layers import Shard
 from dit_pipelining.sharding.tile_ranks import TileRanks
 from dit_pipelining.sharding.vae_tiles import VaeTiles, make_tile_links, switch_on
 from dit_pipelining.weights.components import drop_weights
@@ -33,6 +38,25 @@ from dit_pipelining.weights.load import load_weights, release_weights
 from dit_pipelining.weights.pipelines import EmptyTransformer
 from dit_pipelining.weights.placement import kind_of
 from partitioners import Component
+
+
+def cut_over_ranks(
+    transformers: Mapping[str, nn.Module], config: ParallelConfig, device: torch.device
+) -> dict[str, dict[str, Shard]]:
+    """Leave each transformer, with weights or without, this rank's part of the layers that are tensor-parallel.
+
+    Returns:
+        for each transformer, which part of a tensor this is, by the tensor's name.
+    """
+    if config.tensor_parallel_size == 1:
+        return {name: {} for name in transformers}
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    group = new_group(layout_of(config).groups("tensor"), timedelta(seconds=config.timeout_seconds), backend)
+    dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL joins the ranks here, not between two stages
+    return {
+        name: apply_tensor_parallel(model, group, find_blocks(model, config.blocks))
+        for name, model in transformers.items()
+    }
 
 
 def spread(
@@ -69,12 +93,23 @@ def spread(
         groups = make_sequence_groups(layout, mesh.world_rank, device, timeout)
         for model in transformers.values():
             apply_sequence_parallel(model, groups, uneven=config.ulysses_mode == "anything")
+    shard_mesh = None
+    if config.use_hsdp:
+        assert config.hsdp_shard_size is not None  # the configuration has worked it out
+        shard_mesh, sharing = make_shard_mesh(layout_of(config), config.hsdp_shard_size, device, timeout)
+        replicas = sorted({mesh.layout.coordinates(rank)["cfg"] for rank in sharing})
+        rolling.lockstep = Lockstep(replicas, mesh.replica)
     for name, model in transformers.items():
         if getattr(pipeline, name) is not model:
             raise SplitError(f"{type(pipeline).__name__} did not take over its component {name!r}; it cannot be split.")
         beside = held_beside(pipeline, name, transformers, owners, config, tile_places)
         own_fill = _with_shared(fill[name], _shared_with_others(pipeline, name, model))
-        attach(model, TransformerExecutor(name, model, config, rolling, own_fill, beside))
+        sharded = (
+            ShardedBlocks(shard_mesh, getattr(model, "_hsdp_shard_conditions", None) or ()) if shard_mesh else None
+        )
+        attach(model, TransformerExecutor(name, model, config, rolling, own_fill, beside, sharded))
+        if config.tensor_parallel_size > 1:
+            rolling.between_calls.append(partial(refuse_additions, model, frozenset(model.state_dict())))
     for name, component in pipeline.components.items():
         if not isinstance(component, nn.Module) or name in transformers:
             continue
@@ -117,7 +152,7 @@ def _shared_with_others(pipeline: Any, name: str, model: nn.Module) -> frozenset
 
 def _with_shared(fill: FillStage, shared: frozenset[str]) -> FillStage:
     """Every rank keeps what others share, since they run on every rank."""
-    return lambda plan: fill(replace(plan, weights=plan.weights | shared))
+    return lambda plan, then: fill(replace(plan, weights=plan.weights | shared), then)
 
 
 def held_beside(
@@ -159,15 +194,25 @@ def _bytes(module: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
-def from_checkpoint(empty: EmptyTransformer, device: torch.device) -> FillStage:
-    """Fill a stage with its tensors of the checkpoint. What the caller has put into the model meanwhile is kept."""
+def from_checkpoint(empty: EmptyTransformer, device: torch.device, shards: Mapping[str, Shard]) -> FillStage:
+    """Fill a stage with its tensors of the checkpoint. What the caller has put into the model meanwhile is kept.
+
+    Args:
+        empty: the transformer; it is looked at now, when it is cut over ranks.
+        device: of this rank.
+        shards: which part of a tensor this rank holds, from `cut_over_ranks`.
+    """
     untouched = Untouched(empty.model)
 
-    def fill(plan: StagePlan) -> None:
+    def fill(plan: StagePlan, then: Mapping[str, Callable[[], object]]) -> None:
         if isinstance(empty.checkpoint, CheckpointError):
             raise empty.checkpoint
         given = untouched.given(empty.model)
-        load_weights(empty.model, plan.weights, empty.checkpoint, device, empty.torch_dtype, given)
+        for name, do in then.items():
+            load_weights(empty.model, [name], empty.checkpoint, device, empty.torch_dtype, given, shards)
+            do()
+        rest = plan.weights - then.keys()
+        load_weights(empty.model, rest, empty.checkpoint, device, empty.torch_dtype, given, shards)
         blocks = tuple(f"{name}." for name in find_blocks(empty.model))
         beside_blocks = [name for name in given if not name.startswith(blocks)]
         release_weights(empty.model, [*plan.weights, *beside_blocks])
@@ -180,10 +225,11 @@ def from_checkpoint(empty: EmptyTransformer, device: torch.device) -> FillStage:
 def from_memory(model: nn.Module, device: torch.device) -> FillStage:
     """Keep a stage's weights of a model that is loaded, and drop the others."""
 
-    def fill(plan: StagePlan) -> None:
+    def fill(plan: StagePlan, then: Mapping[str, Callable[[], object]]) -> None:
         release_weights(model, plan.weights)
-        for name in plan.weights:
+        for name in sorted(plan.weights):
             _move(model, name, device)
+            then.get(name, lambda: None)()
 
     return fill
 

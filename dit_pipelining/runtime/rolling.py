@@ -21,6 +21,7 @@ from dit_pipelining.comm.peer_links import PeerLinks
 from dit_pipelining.lowering.stage import StageModule
 from dit_pipelining.runtime.agreement import agree
 from dit_pipelining.runtime.calls import StageCall, StageRunner
+from dit_pipelining.runtime.lockstep import Lockstep
 from dit_pipelining.runtime.pending import Arrival, PendingTensor, pending
 from dit_pipelining.runtime.streams import StageStreams
 from dit_pipelining.runtime.turns import Turns
@@ -43,6 +44,7 @@ class Rolling:
         copies_group: a gloo group of the ranks with this rank's place in the data-parallel copies.
         control: a gloo group of the ranks of this line, for what the hosts tell each other.
         callers: a gloo group of the ranks that make the same calls, in this line and in those it shares them with.
+        lockstep: of replicas whose ranks share sharded weights.
         between_calls: what every rank does before each call of the pipeline, while nothing is in flight.
         unfinished: transfers of components that requests have left because another one failed, and their order.
     """
@@ -67,6 +69,7 @@ class Rolling:
             self.line_group = new_group(lines, timeout, "nccl") if gpus else self.control
         self.copies_group = new_group(mesh.layout.groups("data"), timeout)
         self.between_calls: list[Callable[[], None]] = []
+        self.lockstep: Lockstep | None = None
         self.runner = self._make_runner(timeout, transport)
         guard.on_failure(self._stop)
         guard.on_beat(self._check_overdue)
@@ -95,6 +98,8 @@ class Rolling:
                     leaves[path] = tensor.clone()  # pipelines write the next step's latents into the same memory
                 elif (before := version(tensor)) >= 0:
                     versions.append((path, tensor, before))
+        if self.lockstep is not None:
+            self.lockstep.before(stage, graph, replica, self.runner.run_aside)
         call = StageCall(stage, graph, leaves, replica, results, versions)
         self.runner.submit(call)
         arrival = Arrival(lambda: self._wait(call))
@@ -127,6 +132,7 @@ class Rolling:
 
     def drain(self) -> None:
         """Wait until no stage runs on this rank, and finish what failed requests have left on its way."""
+        self._catch_up()
         self.runner.drain()
         for _, finish in sorted(self.unfinished, key=itemgetter(0)):
             finish()
@@ -134,7 +140,12 @@ class Rolling:
 
     def close(self) -> None:
         """Finish what is in flight."""
+        self._catch_up()
         self.runner.close()
+
+    def _catch_up(self) -> None:
+        if self.lockstep is not None and self.runner.error is None:
+            self.lockstep.catch_up(self.runner.run_aside)
 
     def _make_runner(self, timeout: timedelta, transport: str) -> StageRunner:
         if transport == "peer":
@@ -153,6 +164,7 @@ class Rolling:
 
     def _wait(self, call: StageCall) -> None:
         self.turns.end_turn()
+        self._catch_up()
         try:
             self.runner.wait(call)
         except BaseException as error:

@@ -81,6 +81,15 @@ class StageStreams:
         call.check_inputs_unchanged()
         torch.cuda.current_stream(self.device).wait_event(call.state)
 
+    def run_aside(self, function: Callable[[], None]) -> None:
+        """Run a function on the stage's stream, after everything submitted so far."""
+
+        def run() -> None:
+            with torch.cuda.stream(self.compute), torch.no_grad():
+                function()
+
+        self._thread.submit(run).result()
+
     def drain(self) -> None:
         """Nothing to do: stages run Python code in `submit` only."""
 

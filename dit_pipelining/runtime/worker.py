@@ -117,6 +117,21 @@ class StageWorker:
         if progress.finished is not None:
             torch.cuda.current_stream(self.device).wait_event(progress.finished)
 
+    def run_aside(self, function: Callable[[], None]) -> None:
+        """Run a function in the worker's thread when everything submitted so far has run."""
+
+        def run() -> None:
+            if self.error is not None:
+                return
+            try:
+                with torch.no_grad():
+                    function()
+            except BaseException as error:
+                self.error = error
+                self.on_error(error)
+
+        self._jobs.put(run)
+
     def drain(self) -> None:
         """Wait until everything submitted has run."""
         self._run_between(lambda: None)
@@ -183,6 +198,7 @@ class StageWorker:
                 following: StageCall | Callable[[], None] | None = None
                 have = False
                 if not isinstance(job, StageCall):
+                    self._tell_done()
                     job()
                 else:
                     self._post_receives(job)

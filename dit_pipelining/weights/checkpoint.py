@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from dit_pipelining.errors import CheckpointError
+from dit_pipelining.sharding.tensor_layers import Shard
 
 WEIGHTS = "diffusion_pytorch_model"
 
@@ -50,8 +51,15 @@ class Checkpoint:
                 found.update({name: tuple(file.get_slice(name).get_shape()) for name in names})
         return found
 
-    def read(self, names: Iterable[str], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(
+        self, names: Iterable[str], device: torch.device, shards: Mapping[str, Shard] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Read tensors one after the other, straight to `device`, each file opened once.
+
+        Args:
+            names: of the tensors, in the files.
+            device: where they go.
+            shards: for tensors of which this rank holds a part, which part; nothing else of them is read.
 
         Raises:
             CheckpointError: a file is missing or damaged.
@@ -59,7 +67,8 @@ class Checkpoint:
         for path, wanted in self._by_file(names).items():
             with _opened(path, device) as file:
                 for name in wanted:
-                    yield name, file.get_tensor(name)
+                    shard = shards.get(name) if shards else None
+                    yield name, file.get_tensor(name) if shard is None else shard.of(file.get_slice(name))
 
     def _by_file(self, names: Iterable[str]) -> dict[Path, list[str]]:
         by_file: dict[Path, list[str]] = {}

@@ -1,12 +1,13 @@
 """Fill one stage's part of a model that was built without weights."""
 
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 
 import torch
 from torch import nn
 
 from dit_pipelining.errors import CheckpointError
+from dit_pipelining.sharding.tensor_layers import Shard
 from dit_pipelining.weights.checkpoint import Checkpoint
 from dit_pipelining.weights.empty import loaded_dtype
 
@@ -26,6 +27,7 @@ def load_weights(
     device: torch.device,
     torch_dtype: torch.dtype | None = None,
     given: Container[str] = (),
+    shards: Mapping[str, Shard] | None = None,
 ) -> None:
     """Read the tensors of some modules and parameters into `model`, each straight to `device`.
 
@@ -38,11 +40,13 @@ def load_weights(
         device: where the tensors go.
         torch_dtype: as given to `empty_model`.
         given: names of tensors that have data already (`Untouched.given`) and are only moved.
+        shards: of the tensors of which the model holds a part, which part (`apply_tensor_parallel`).
 
     Raises:
         CheckpointError: tensors are missing, unexpected, or of another shape; names them.
     """
-    check_tensors(model, checkpoint, given)
+    shards = shards or {}
+    check_tensors(model, checkpoint, given, shards)
     stored = checkpoint.names_for(model)
     wanted = {}
     for name in tensor_names(model, weights):
@@ -52,7 +56,8 @@ def load_weights(
             tensor.data = tensor.data.to(device)
         else:
             wanted[stored[_name_without_adapter(name)]] = name
-    for stored_name, tensor in checkpoint.read(wanted, device):
+    parts = {stored_name: shards[name] for stored_name, name in wanted.items() if name in shards}
+    for stored_name, tensor in checkpoint.read(wanted, device, parts):
         _assign(model, wanted[stored_name], tensor, torch_dtype)
     _move_buffers(model, weights, device)
 
@@ -66,7 +71,12 @@ def release_weights(model: nn.Module, kept: Iterable[str]) -> None:
             owner._parameters[key] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
 
-def check_tensors(model: nn.Module, checkpoint: Checkpoint, given: Container[str] = ()) -> None:
+def check_tensors(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    given: Container[str] = (),
+    shards: Mapping[str, Shard] | None = None,
+) -> None:
     """Compare names and shapes of the checkpoint's tensors with the model's, whichever stage needs them.
 
     Only headers are read. Dtypes may differ: tensors are cast as they are loaded.
@@ -75,12 +85,18 @@ def check_tensors(model: nn.Module, checkpoint: Checkpoint, given: Container[str
         model: with weights or without.
         checkpoint: of the whole model.
         given: names of tensors that do not come from the checkpoint, whether it has them or not.
+        shards: of the tensors of which the model holds a part, which part.
 
     Raises:
         CheckpointError: lists what is missing, what is unexpected and what has another shape.
     """
     state = model.state_dict()
-    expected = {_name_without_adapter(name): tuple(tensor.shape) for name, tensor in state.items() if name not in given}
+    whole = {name: shard.shape for name, shard in (shards or {}).items()}
+    expected = {
+        _name_without_adapter(name): whole.get(name, tuple(tensor.shape))
+        for name, tensor in state.items()
+        if name not in given
+    }
     replaced = {_name_without_adapter(name) for name in state if name in given}
     present = {name: checkpoint.shapes[stored] for name, stored in checkpoint.names_for(model).items()}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
