@@ -32,6 +32,7 @@ from dit_pipelining.errors import ConfigError
 PREFIX = "DIT_PIPELINING_"
 SIZE = "pipeline_parallel_size"
 ULYSSES = "ulysses_degree"
+HOLDERS = ("cfg_parallel_size", "ring_degree", ULYSSES)
 FIELDS = tuple(field.name for field in fields(ParallelConfig))
 VARIABLES = {
     "DIFFUSION_PARALLELISM_STRATEGY": "strategy",
@@ -107,8 +108,19 @@ def load_config(
             for name in others:
                 check_positive(name, merged[name])
             processes = int(environment.get("WORLD_SIZE", "1"))  # torchrun's
-            merged[size] = max(processes // prod(merged[name] for name in others), 1)
+            taken = prod(merged[name] for name in others) * _replicas_for_shards(merged)
+            merged[size] = max(processes // taken, 1)
     return ParallelConfig(**merged)
+
+
+def _replicas_for_shards(settings: Mapping[str, Any]) -> int:
+    """The replicas that `hsdp_shard_size` makes where no other size makes ranks that hold the same stage."""
+    shard, replicate = settings.get("hsdp_shard_size"), settings.get("hsdp_replicate_size") or 1
+    if not settings.get("use_hsdp") or any((settings.get(name) or 1) != 1 for name in HOLDERS) or shard is None:
+        return 1
+    check_positive("hsdp_shard_size", shard)
+    check_positive("hsdp_replicate_size", replicate)
+    return int(shard * replicate)
 
 
 def stream_settings(

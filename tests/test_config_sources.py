@@ -44,6 +44,14 @@ def test_nothing_said_is_the_default() -> None:
         ("strategy: sequence\npipeline_stages: 2", dict(pipeline_parallel_size=2, ulysses_degree=2)),
         ("strategy: sequence\nulysses_degree: 3", dict(ulysses_degree=3)),
         ("strategy: auto\nulysses_degree: 2", dict(pipeline_parallel_size=2, ulysses_degree=2)),
+        (
+            "strategy: auto\nuse_hsdp: true\nhsdp_shard_size: 2",
+            dict(pipeline_parallel_size=2, use_hsdp=True, hsdp_shard_size=2),
+        ),
+        (
+            "strategy: auto\nuse_hsdp: true\ncfg_parallel_size: 2\nhsdp_shard_size: 2",
+            dict(pipeline_parallel_size=2, use_hsdp=True, cfg_parallel_size=2),
+        ),
         ("pipeline_stages: 2", dict(pipeline_parallel_size=2)),
         ("block_partition: uniform", dict(partitioner="uniform")),
         ("block_partition: dynamic", dict(rebalance=True)),

@@ -64,6 +64,8 @@ def compare(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> 
     [
         (dict(hsdp_shard_size=2), False),
         (dict(cfg_parallel_size=2, pipeline_parallel_size=2), False),
+        pytest.param(dict(ulysses_degree=2), False, marks=pytest.mark.full),
+        pytest.param(dict(cfg_parallel_size=2, ulysses_degree=2), True, marks=pytest.mark.full),
         pytest.param(dict(cfg_parallel_size=4, hsdp_replicate_size=2), True, marks=pytest.mark.full),
     ],
 )
