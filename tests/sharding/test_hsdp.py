@@ -85,14 +85,15 @@ def test_results_are_those_of_one_process(
         assert held < whole * (0.75 if config.pipeline_parallel_size == 1 else 0.5)
 
 
+@pytest.mark.full
 def test_each_of_two_stages_sharded_over_two_ranks_holds_a_quarter(ranks: RankPool, tmp_path: Path) -> None:
-    folder = checkpoints.wan(tmp_path / "wan", num_layers=40)  # as many as the 14B model has
+    # As many blocks as Qwen-Image has: embedders, which both stages need and hold whole, are 1.6% of this tiny model.
+    folder = checkpoints.wan(tmp_path / "wan", num_layers=60)
     single = diffusers.DiffusionPipeline.from_pretrained(folder)
     with torch.no_grad():
         expected = single(**requests()[0] | dict(num_inference_steps=1))[0]
     whole = held_bytes(single.transformer)
-    # The first stage holds the embedders too, which stay whole.
-    sizes = dict(hsdp_shard_size=2, pipeline_parallel_size=2, partition="19,21")
+    sizes = dict(hsdp_shard_size=2, pipeline_parallel_size=2)
     for found, held in ranks.run(4, run_once, folder, sizes):
         compare([found], [expected])
         assert held <= whole / 4 * 1.05
