@@ -93,7 +93,7 @@ def test_each_of_two_stages_sharded_over_two_ranks_holds_a_quarter(ranks: RankPo
     with torch.no_grad():
         expected = single(**requests()[0] | dict(num_inference_steps=1))[0]
     whole = held_bytes(single.transformer)
-    sizes = dict(hsdp_shard_size=2, pipeline_parallel_size=2)
+    sizes = dict(hsdp_shard_size=2, pipeline_parallel_size=2, partition="30,30")
     for found, held in ranks.run(4, run_once, folder, sizes):
         compare([found], [expected])
         assert held <= whole / 4 * 1.05
