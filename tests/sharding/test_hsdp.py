@@ -23,7 +23,7 @@ PROMPTS = ("a red cat", "a blue circle")
 
 
 def requests(guidance_scale: float = 5.0) -> list[dict[str, Any]]:
-    size = dict(height=16, width=16, num_frames=1, num_inference_steps=2, max_sequence_length=16, output_type="pt")
+    size = dict(height=32, width=32, num_frames=1, num_inference_steps=2, max_sequence_length=16, output_type="pt")
     return [
         dict(prompt=prompt, guidance_scale=guidance_scale, generator=torch.Generator().manual_seed(seed), **size)
         for seed, prompt in enumerate(PROMPTS)
