@@ -143,6 +143,19 @@ def test_a_pipeline_gives_what_one_process_gives(
     assert max(held for _, held, _ in found) < 0.75 * whole / sizes.get("pipeline_parallel_size", 1) + 0.15 * whole
 
 
+@pytest.mark.full
+def test_stages_replicas_and_heads_go_together_on_eight_ranks(tmp_path: Path) -> None:
+    folder, ranks = checkpoints.sd3(tmp_path / "sd3"), RankPool(8)
+    with torch.no_grad():
+        expected = result(diffusers.DiffusionPipeline.from_pretrained(folder))
+    try:
+        sizes = dict(pipeline_parallel_size=2, tensor_parallel_size=2, cfg_parallel_size=2)
+        for latents, _, _ in ranks.run(8, run_from_disk, folder, sizes):
+            assert largest_error(latents, expected) < TOLERANCE
+    finally:
+        ranks.close()
+
+
 def run_from_disk(folder: Path, sizes: dict[str, int]) -> tuple[torch.Tensor, int, list[str]]:
     return run_pipeline(folder, sizes, in_memory=False)
 
