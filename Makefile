@@ -7,6 +7,9 @@ export OMP_NUM_THREADS ?= 1
 # Everything here runs on models that the repository makes; nothing may be fetched.
 export HF_HUB_OFFLINE ?= 1
 
+# Two files of tests at a time, each with ranks of its own.
+SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
+
 BIN := $(VENV)/bin
 # The stamp's name holds what was asked for, so that another TORCH or PYTHON installs anew and the same does not.
 STAMP := $(VENV)/.installed-$(firstword $(shell echo '$(PYTHON) $(TORCH)' | cksum))
@@ -17,10 +20,10 @@ demo: $(STAMP)
 	$(BIN)/python recipes/demo.py
 
 test: $(STAMP)
-	$(BIN)/pytest -m "not full"
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not full"
 
 test-all: $(STAMP)
-	$(BIN)/pytest
+	$(BIN)/pytest $(SIDE_BY_SIDE)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check

@@ -247,7 +247,9 @@ class StageWorker:
             call.check_inputs_unchanged()
             with progress.context():
                 outputs = call.stage.run(call.graph, progress.buffers, call.leaves)
-            self._pass_on(call, outputs)
+                self._pass_on(
+                    call, outputs
+                )  # in the caller's inference mode its buffers are written to in that mode only
             if self.stream is not None:
                 progress.finished = self.stream.record_event()
         except BaseException as error:

@@ -76,6 +76,22 @@ def test_ranks_give_what_one_process_gives(ranks: RankPool, folders: dict[str, P
         assert torch.equal(result, expected)
 
 
+def in_inference_mode(folder: Path, name: str) -> torch.Tensor:
+    pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=2))
+    with torch.inference_mode():
+        return generate(pipeline, name).clone()
+
+
+@pytest.mark.parametrize("name", ["wan", "sd3"])
+def test_a_call_in_inference_mode_gives_what_one_process_gives(
+    ranks: RankPool, folders: dict[str, Path], name: str
+) -> None:
+    with torch.inference_mode():
+        expected = generate(diffusers.DiffusionPipeline.from_pretrained(folders[name]), name)
+    for result in ranks.run(2, in_inference_mode, folders[name], name):
+        assert torch.equal(result, expected)
+
+
 def with_a_rank_for_the_vae(folder: Path) -> tuple[Any, torch.Tensor]:
     pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=3, vae_placement="shared"))
     result = generate(pipeline, "wan")
