@@ -5,7 +5,9 @@ import torch
 
 from dit_pipelining.cli import checks, main
 from dit_pipelining.cli.needs import needs
+from dit_pipelining.cli.ranks import parts
 from dit_pipelining.cli.study import Question
+from dit_pipelining.comm.mesh import Layout
 
 
 def test_this_machine_passes_and_ranks_talk_over_gloo(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,3 +107,18 @@ def test_a_driver_that_does_not_fit_torch_is_trouble(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(checks.os.path, "exists", lambda path: True)
     (found,) = (own for own in checks.versions() if own.state == checks.BAD)
     assert "update the driver" in found.hint
+
+
+def test_the_mesh_says_which_rank_does_what() -> None:
+    found = dict(parts(Layout(cfg=2, pipeline=2, ulysses=2)))
+    assert found[0] == "replica 1 of 2, stage 1 of 2, Ulysses part 1 of 2"
+    assert found[3] == "replica 1 of 2, stage 2 of 2, Ulysses part 2 of 2"
+    assert found[4] == "replica 2 of 2, stage 1 of 2, Ulysses part 1 of 2"
+
+
+def test_degrees_are_printed_as_a_mesh(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "every_check", lambda seconds: [])
+    assert main(["doctor", "--pipeline-parallel-size", "2", "--tensor-parallel-size", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "torchrun --nproc-per-node 4" in printed
+    assert "stage 2 of 2, part of the heads 2 of 2" in printed

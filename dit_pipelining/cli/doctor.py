@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dit_pipelining.cli.arguments import PIPED_WIDTH, add_model, add_size, asked_size
+from dit_pipelining.cli.ranks import add_degrees
 
 if TYPE_CHECKING:
     from dit_pipelining.cli.checks import Finding
@@ -19,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="how long a transfer may take (default: 60)")
     parser.add_argument("--device", help="how many of these MODEL needs, such as rtx4090 or 24GB; default: those here")
     add_size(parser)
+    add_degrees(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
     from dit_pipelining import __version__
     from dit_pipelining.cli.checks import BAD, GOOD, NOTE, every_check
+    from dit_pipelining.cli.ranks import layout_asked_for, parts
 
     colours = {GOOD: "green", BAD: "red", NOTE: "yellow"}
     table = Table("checked", "", "found", "what to do", title=f"dit-pipelining {__version__}")
@@ -38,7 +41,14 @@ def run(args: argparse.Namespace) -> int:
     for found in (*every_check(args.seconds), *needed):
         trouble |= found.state == BAD
         table.add_row(found.what, f"[{colours[found.state]}]{found.state}[/]", found.text, found.hint)
-    Console(width=None if sys.stdout.isatty() else PIPED_WIDTH).print(table)
+    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    console.print(table)
+    layout = layout_asked_for(args)
+    if layout.size > 1:
+        mesh = Table("rank", "does", title=f"{layout.size} ranks: torchrun --nproc-per-node {layout.size}")
+        for rank, part in parts(layout):
+            mesh.add_row(str(rank), part)
+        console.print(mesh)
     return int(trouble)
 
 

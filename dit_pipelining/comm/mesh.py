@@ -29,6 +29,11 @@ class Layout:
     ulysses: int = 1
     tensor: int = 1
 
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return prod(getattr(self, own.name) for own in fields(self))
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """A rank's place along each dimension."""
         places = {}
@@ -44,8 +49,7 @@ class Layout:
 
     def groups(self, *dimensions: str) -> list[tuple[int, ...]]:
         """All sets of ranks that differ along these dimensions only, each in order."""
-        ranks = range(prod(getattr(self, own.name) for own in fields(self)))
-        return sorted({self.peers(rank, *dimensions) for rank in ranks})
+        return sorted({self.peers(rank, *dimensions) for rank in range(self.size)})
 
     def mesh(self, rank: int) -> "Mesh":
         """The line of a rank."""

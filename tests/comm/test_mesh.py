@@ -10,10 +10,6 @@ SIZES = st.integers(1, 3)
 LAYOUTS = st.builds(Layout, SIZES, SIZES, SIZES, SIZES, SIZES, SIZES)
 
 
-def size(layout: Layout) -> int:
-    return layout.data * layout.cfg * layout.pipeline * layout.ring * layout.ulysses * layout.tensor
-
-
 def test_the_dimension_that_talks_most_has_neighbouring_ranks() -> None:
     layout = Layout(data=2, cfg=2, pipeline=2, ulysses=2, tensor=2)
     assert layout.peers(5, "tensor") == (4, 5)
@@ -37,9 +33,9 @@ def test_a_line_is_the_whole_launch_unless_it_says_otherwise() -> None:
 
 @given(LAYOUTS)
 def test_every_rank_is_in_one_line_and_lines_share_no_rank(layout: Layout) -> None:
-    lines = {layout.mesh(rank).line for rank in range(size(layout))}
+    lines = {layout.mesh(rank).line for rank in range(layout.size)}
     assert sorted(lines) == layout.groups("cfg", "pipeline") == layout.mesh(0).in_all_lines(range(len(min(lines))))
-    assert sorted(itertools.chain(*lines)) == list(range(size(layout)))
+    assert sorted(itertools.chain(*lines)) == list(range(layout.size))
     assert {len(line) for line in lines} == {layout.cfg * layout.pipeline}
 
 
