@@ -1,6 +1,7 @@
 """A group of ranks, and how tensors move between them."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -168,7 +169,12 @@ class GroupCoordinator:
             dist.monitored_barrier(self.cpu_group, timeout=self._timeout)
 
     def destroy(self) -> None:
-        """Give the process groups back."""
+        """Give the process groups back, when what is under way has arrived or, after an error, cannot any more."""
+        with suppress(RuntimeError):
+            for receiver in self._receivers.values():
+                receiver.finish()
+            for sender in self._senders.values():
+                sender.finish()
         for group in self._made:
             dist.destroy_process_group(group)
         self._made = []

@@ -21,6 +21,7 @@ import json
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,6 +30,10 @@ import torch.distributed as dist
 from dit_pipelining.mixins.layout import Layout, Place, layout_of
 
 WINDOW = 12
+LEAVING = timedelta(seconds=2)
+"""How long a rank that gives its groups back waits for each transfer: after an error the other side may be gone."""
+MOST_UNDER_WAY = 6 * WINDOW
+"""Transfers of host memory that a sender has not waited for: a receiver reads after WINDOW messages at the latest."""
 HEADER_BYTES = 64
 MAGIC = 0x6469745F7070  # "dit_pp"
 EXPECTED, AS_BEFORE, DESCRIBED = range(3)
@@ -65,8 +70,9 @@ class _Direction:
 class SentMessage:
     """Transfers under way from this rank, and the memory that they read."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, under_way: "deque[tuple[dist.Work, torch.Tensor, str]]") -> None:
         self._text = text
+        self._under_way = under_way
         self._works: list[dist.Work] = []
         self._buffers: list[torch.Tensor] = []
 
@@ -74,6 +80,11 @@ class SentMessage:
         assert work is not None  # this rank is in the group
         self._works.append(work)
         self._buffers.append(buffer)
+
+    def add_copy(self, work: dist.Work | None, buffer: torch.Tensor) -> None:
+        """A transfer of memory that is the message's own. It may last until the receiver reads, which it may never do."""
+        assert work is not None  # this rank is in the group
+        self._under_way.append((work, buffer, self._text))
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
@@ -101,6 +112,13 @@ class Sender:
         self.peer = peer
         self._host, self._device = host_group, device_group
         self._direction, self._counter = _Direction(), counter
+        self._under_way: deque[tuple[dist.Work, torch.Tensor, str]] = deque()
+
+    def finish(self) -> None:
+        """Wait until the receiver has taken everything, before the group ends: gloo's hangs with a transfer under way."""
+        while self._under_way:
+            work, _, text = self._under_way.popleft()
+            _wait(work, text, LEAVING)
 
     def send(self, tensors: Mapping[str, Any]) -> SentMessage:
         """Post a message. Tensors in it may be changed at once, except those on GPUs of a NCCL group.
@@ -111,7 +129,10 @@ class Sender:
         direction = self._direction
         sequence = direction.count
         expected, layout = direction.layouts[sequence % WINDOW], layout_of(tensors, self._device is not None)
-        sent = SentMessage(f"a message to rank {self.peer} ({', '.join(tensors)})")
+        sent = SentMessage(f"a message to rank {self.peer} ({', '.join(tensors)})", self._under_way)
+        while len(self._under_way) > MOST_UNDER_WAY:
+            work, _, text = self._under_way.popleft()
+            _wait(work, text)
         if layout == expected:
             buffer = _packed(layout, tensors, HEADER_BYTES)
             _write_header(buffer, sequence, EXPECTED, 0, layout.host_bytes)
@@ -137,7 +158,7 @@ class Sender:
     def _post(self, sent: SentMessage, buffer: torch.Tensor, tag: int) -> None:
         self._counter.messages += tag == MESSAGES
         self._counter.extras += tag == EXTRAS
-        sent.add(dist.isend(buffer, self.peer, group=self._host, tag=tag), buffer)
+        sent.add_copy(dist.isend(buffer, self.peer, group=self._host, tag=tag), buffer)
 
 
 class Receiver:
@@ -175,10 +196,15 @@ class Receiver:
         self._posted.append(message)
         return message
 
-    def read_up_to(self, message: "ReceivedMessage") -> None:
+    def finish(self) -> None:
+        """Read what was posted and nobody has waited for, so that its sender can end."""
+        if self._posted:
+            self.read_up_to(self._posted[-1], LEAVING)
+
+    def read_up_to(self, message: "ReceivedMessage", timeout: timedelta | None = None) -> None:
         """Read the posted messages in their order, up to this one: what follows on other tags and groups has an order."""
         while not message.done:
-            self._posted[0].read()
+            self._posted[0].read(timeout)
             self._posted.popleft()
 
     def layout_after(self, sequence: int, kind: int, description_bytes: int, expected: Layout) -> Layout:
@@ -233,10 +259,10 @@ class ReceivedMessage:
         """Wait for it, at most the group's timeout, and fill `tensors`; more calls do nothing."""
         self._receiver.read_up_to(self)
 
-    def read(self) -> None:
+    def read(self, timeout: timedelta | None = None) -> None:
         """What `wait` does when it is this message's turn."""
         peer = self._receiver.peer
-        _wait(self._work, f"message {self._sequence} from rank {peer}")
+        _wait(self._work, f"message {self._sequence} from rank {peer}", timeout)
         magic, sequence, kind, description_bytes, host_bytes = (
             self._buffer[:HEADER_BYTES].view(torch.int64)[:5].tolist()
         )
@@ -280,10 +306,13 @@ def _from_bytes(text: torch.Tensor) -> Layout:
     return Layout(tuple(Place.from_list(values) for values in json.loads(bytes(text.tolist()))))
 
 
-def _wait(work: dist.Work | None, text: str) -> None:
+def _wait(work: dist.Work | None, text: str, timeout: timedelta | None = None) -> None:
     assert work is not None  # this rank is in the group
     try:
-        work.wait()
+        if timeout is None:
+            work.wait()
+        else:
+            work.wait(timeout)
     except RuntimeError as error:
         error.add_note(f"while waiting for {text}")
         raise
