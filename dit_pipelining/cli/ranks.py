@@ -5,19 +5,20 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dit_pipelining.cli.arguments import positive
+from dit_pipelining.planning.degrees import FLAGS
 
 if TYPE_CHECKING:
     from dit_pipelining.comm.mesh import Layout
 
-DEGREES = {
-    "data": ("--data-parallel-size", "copies that share the requests"),
-    "cfg": ("--cfg-parallel-size", "replicas of the pipeline"),
-    "pipeline": ("--pipeline-parallel-size", "stages"),
-    "ring": ("--ring-degree", "ranks that gather each other's keys and values"),
-    "ulysses": ("--ulysses-degree", "ranks that exchange heads for tokens"),
-    "tensor": ("--tensor-parallel-size", "ranks over which each block's heads are split"),
+COUNTS = {
+    "data": "copies that share the requests",
+    "cfg": "replicas of the pipeline",
+    "pipeline": "stages",
+    "ring": "ranks that gather each other's keys and values",
+    "ulysses": "ranks that exchange heads for tokens",
+    "tensor": "ranks over which each block's heads are split",
 }
-"""Flag of each dimension of a layout, outermost first, and what its size counts."""
+"""What the size of each dimension of a layout counts, outermost first."""
 
 PARTS = {"data": "copy", "cfg": "replica", "pipeline": "stage", "ring": "ring part", "ulysses": "Ulysses part"}
 PARTS["tensor"] = "part of the heads"
@@ -26,15 +27,15 @@ PARTS["tensor"] = "part of the heads"
 def add_degrees(parser: argparse.ArgumentParser) -> None:
     """Declare a flag for each dimension."""
     group = parser.add_argument_group("which rank does what", "print the mesh of these sizes, the outermost first")
-    for name, (flag, counts) in DEGREES.items():
-        group.add_argument(flag, dest=name, type=positive, default=1, metavar="N", help=counts)
+    for name, counts in COUNTS.items():
+        group.add_argument(FLAGS[name], dest=name, type=positive, default=1, metavar="N", help=counts)
 
 
 def layout_asked_for(args: argparse.Namespace) -> "Layout":
     """The layout of the flags."""
     from dit_pipelining.comm.mesh import Layout
 
-    return Layout(**{name: getattr(args, name) for name in DEGREES})
+    return Layout(**{name: getattr(args, name) for name in COUNTS})
 
 
 def parts(layout: "Layout") -> Iterator[tuple[int, str]]:
