@@ -117,8 +117,7 @@ class Sender:
     def finish(self) -> None:
         """Wait until the receiver has taken everything, before the group ends: gloo's hangs with a transfer under way."""
         while self._under_way:
-            work, _, text = self._under_way.popleft()
-            _wait(work, text, LEAVING)
+            self._wait_for_oldest(LEAVING)
 
     def send(self, tensors: Mapping[str, Any]) -> SentMessage:
         """Post a message. Tensors in it may be changed at once, except those on GPUs of a NCCL group.
@@ -131,8 +130,7 @@ class Sender:
         expected, layout = direction.layouts[sequence % WINDOW], layout_of(tensors, self._device is not None)
         sent = SentMessage(f"a message to rank {self.peer} ({', '.join(tensors)})", self._under_way)
         while len(self._under_way) > MOST_UNDER_WAY:
-            work, _, text = self._under_way.popleft()
-            _wait(work, text)
+            self._wait_for_oldest()
         if layout == expected:
             buffer = _packed(layout, tensors, HEADER_BYTES)
             _write_header(buffer, sequence, EXPECTED, 0, layout.host_bytes)
@@ -154,6 +152,10 @@ class Sender:
         direction.remember(sequence, layout)
         direction.count += 1
         return sent
+
+    def _wait_for_oldest(self, timeout: timedelta | None = None) -> None:
+        work, _, text = self._under_way.popleft()
+        _wait(work, text, timeout)
 
     def _post(self, sent: SentMessage, buffer: torch.Tensor, tag: int) -> None:
         self._counter.messages += tag == MESSAGES
