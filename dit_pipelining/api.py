@@ -15,7 +15,7 @@ from dit_pipelining.capture.graph import CaptureCache
 from dit_pipelining.capture.hooks import refuse_hooks
 from dit_pipelining.capture.signature import bind
 from dit_pipelining.comm.launch import Launch, launched_rank
-from dit_pipelining.comm.mesh import layout_of, new_group
+from dit_pipelining.comm.mesh import layout_of, line_group
 from dit_pipelining.comm.processes import launch
 from dit_pipelining.config import ParallelConfig, check_partitioner, check_positive, early_counts_check
 from dit_pipelining.config_sources import load_config
@@ -222,7 +222,7 @@ def _load(
     mesh = layout_of(config).mesh(dist.get_rank())
     stored = {name: mesh.line[owners[name]] for name in on_disk if name in owners}
     helpers = {name: own.compute for name, own in tiles.items()}
-    group = new_group(mesh.in_all_lines(range(mesh.size)), timedelta(seconds=config.timeout_seconds))
+    group = line_group(mesh, timedelta(seconds=config.timeout_seconds))
     loaded = load_on_owners(folder, index, stored, helpers, options, group)
     if is_modular:
         pipeline = load_modular(pipeline_class, folder, dtype, variant, {**components, **models, **loaded})

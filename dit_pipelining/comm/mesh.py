@@ -155,3 +155,8 @@ def new_group(
     made = [dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options) for ranks in alike]
     own = next((group for group, ranks in zip(made, alike, strict=True) if dist.get_rank() in ranks), made[0])
     return own
+
+
+def line_group(mesh: Mesh, timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group of all ranks of the line; made as `new_group` makes it."""
+    return new_group(mesh.in_all_lines(range(mesh.size)), timeout)

@@ -14,7 +14,7 @@ from torch import nn
 from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.comm.components import make_owner_links
 from dit_pipelining.comm.failure import Guard
-from dit_pipelining.comm.mesh import layout_of, new_group
+from dit_pipelining.comm.mesh import layout_of, line_group, new_group
 from dit_pipelining.comm.transport import choose_transport
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.errors import CheckpointError, SplitError
@@ -86,7 +86,7 @@ def spread(
     tile_places = {name: {layout.mesh(rank).rank for rank in own.compute} for name, own in tiles.items()}
     shown = tuple(mesh.line[rank] for rank in config.shown_on())
     timeout = timedelta(seconds=config.timeout_seconds)
-    transport = choose_transport(config, device, new_group(mesh.in_all_lines(range(mesh.size)), timeout))
+    transport = choose_transport(config, device, line_group(mesh, timeout))
     owner_links = make_owner_links(mesh, list(owners.values()), config.shown_on(), device, timeout, transport)
     rolling = Rolling(mesh, device, timeout, guard, transport)
     if config.sequence_parallel_size > 1:

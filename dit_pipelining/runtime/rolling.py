@@ -16,7 +16,7 @@ from dit_pipelining.capture.signature import CallInputs
 from dit_pipelining.comm.cuda_streams import new_stream
 from dit_pipelining.comm.failure import Guard
 from dit_pipelining.comm.links import make_links
-from dit_pipelining.comm.mesh import CALLERS, Mesh, new_group
+from dit_pipelining.comm.mesh import CALLERS, Mesh, line_group, new_group
 from dit_pipelining.comm.peer_links import PeerLinks
 from dit_pipelining.lowering.stage import StageModule
 from dit_pipelining.runtime.agreement import agree
@@ -60,7 +60,7 @@ class Rolling:
         self._free_streams: list[torch.cuda.Stream] = []
         self.unfinished: list[tuple[int, Callable[[], None]]] = []
         self._timeout = timeout.total_seconds()
-        self.control = new_group(mesh.in_all_lines(range(mesh.size)), timeout)
+        self.control = line_group(mesh, timeout)
         self.callers = self.control if mesh.callers == mesh.line else new_group(mesh.layout.groups(*CALLERS), timeout)
         self.line_group: dist.ProcessGroup | None = None
         if mesh.size < dist.get_world_size():
@@ -149,7 +149,7 @@ class Rolling:
 
     def _make_runner(self, timeout: timedelta, transport: str) -> StageRunner:
         if transport == "peer":
-            control = new_group(self.mesh.in_all_lines(range(self.mesh.size)), timeout)
+            control = line_group(self.mesh, timeout)
             return StageStreams(PeerLinks(self.mesh, control, self.device), self.device, self.guard.fail)
         backend = "nccl" if transport == "nccl" else "gloo"
         links = make_links(self.mesh, timeout, self.device, backend)
