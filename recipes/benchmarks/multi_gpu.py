@@ -19,7 +19,6 @@ import json
 import os
 import re
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -31,9 +30,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from diffusers import ContextParallelConfig, FlowMatchEulerDiscreteScheduler, FluxPipeline, WanPipeline
-from random_models import random_transformer
+from diffusers import ContextParallelConfig
+from ranks import in_processes
 from reporting import show, write
+from workloads import Workload, build, request
 
 from dit_pipelining import ParallelConfig, generate, parallelize
 from dit_pipelining.capture.graph import value_bytes
@@ -44,44 +44,23 @@ from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.planning.components import Components
 from dit_pipelining.planning.forecast import transfer_seconds
 from dit_pipelining.planning.memory import rank_memory
-from dit_pipelining.planning.presets import preset
 from dit_pipelining.planning.simulation import simulate
 from dit_pipelining.planning.timeline import Workload as Simulated
 from dit_pipelining.runtime.attach import split_of
 from partitioners import RankSpec
 
-BF16 = torch.bfloat16
 SMALL_VIDEO = dict(height=480, width=832, num_frames=81)
 ONE_FRAME = dict(height=480, width=832, num_frames=1)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model, a size and a number of steps.
-
-    Attributes:
-        preset: whose configuration it has.
-        size: pixels and frames, as arguments of the pipeline.
-        blocks: of the main list; None: all. Fewer save time where the blocks are alike.
-        steps: of each request.
-        guidances: whether it is run without guidance, with guidance (two calls a step), or both.
-    """
-
-    preset: str
-    size: dict[str, int]
-    steps: int
-    blocks: int | None = None
-    guidances: tuple[bool, ...] = (False, True)
 
 
 WORKLOADS = {
     "wan-1.3b": Workload("wan2.1-t2v-1.3b", SMALL_VIDEO, 5, guidances=(True,)),
     "wan-1.3b-1560": Workload("wan2.1-t2v-1.3b", ONE_FRAME, 20),
-    "wan-14b": Workload("wan2.1-t2v-14b", SMALL_VIDEO, 8, blocks=8, guidances=(False,)),
+    "wan-14b": Workload("wan2.1-t2v-14b", SMALL_VIDEO, 8, changes=dict(num_layers=8), guidances=(False,)),
     "wan-14b-1560": Workload("wan2.1-t2v-14b", ONE_FRAME, 12),
     "flux": Workload("flux.1-dev", dict(height=1024, width=1024), 20, guidances=(False,)),
     "wan-1.3b-33": Workload("wan2.1-t2v-1.3b", dict(height=480, width=832, num_frames=33), 6, guidances=(True,)),
-    "tiny": Workload("wan2.1-t2v-1.3b", dict(height=128, width=128, num_frames=9), 3, blocks=4),
+    "tiny": Workload("wan2.1-t2v-1.3b", dict(height=128, width=128, num_frames=9), 3, changes=dict(num_layers=4)),
 }
 
 
@@ -110,40 +89,6 @@ def layout_of(text: str) -> Layout:
     name, _, transport = text.partition(":")
     degrees = {kind: int(size) for kind, size in re.findall(r"(pp|cfg|ulysses)(\d+)", name)}
     return Layout(degrees.get("pp", 1), degrees.get("cfg", 1), transport or "auto", degrees.get("ulysses", 1))
-
-
-def build(workload: Workload, device: torch.device) -> Any:
-    """The pipeline with random weights, the same on every rank."""
-    facts = preset(workload.preset)
-    model = random_transformer(facts, device, {"num_layers": workload.blocks} if workload.blocks else {})
-    missing: Any = None
-    if facts.pipeline == "FluxPipeline":
-        pipeline = FluxPipeline(FlowMatchEulerDiscreteScheduler(), *[missing] * 5, transformer=model)
-    else:
-        pipeline = WanPipeline(missing, missing, missing, FlowMatchEulerDiscreteScheduler(shift=3.0), transformer=model)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
-def request(workload: Workload, device: torch.device, seed: int, guided: bool, batch: int = 1) -> dict[str, Any]:
-    """Arguments of one call of the pipeline."""
-    random = torch.Generator().manual_seed(seed)
-
-    def embeds(*shape: int) -> torch.Tensor:
-        return torch.randn(batch, *shape, generator=random).to(device, BF16)
-
-    call = dict(
-        **workload.size,
-        num_inference_steps=workload.steps,
-        output_type="latent",
-        return_dict=False,
-        generator=[torch.Generator().manual_seed(seed + i) for i in range(batch)],
-    )
-    if workload.preset.startswith("flux"):
-        return dict(**call, prompt_embeds=embeds(512, 4096), pooled_prompt_embeds=embeds(768))
-    scale = 5.0 if guided else 1.0
-    negative = embeds(512, 4096) if guided else None
-    return dict(**call, prompt_embeds=embeds(512, 4096), negative_prompt_embeds=negative, guidance_scale=scale)
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
@@ -364,13 +309,13 @@ def largest_share(split: Any) -> float:
     return float(max(seconds) / sum(seconds))
 
 
-def rank_main(rank: int, layout: Layout, names: list[str], port: int, folder: str, seconds: float) -> None:
+def rank_main(layout: Layout, names: list[str], folder: str, seconds: float) -> None:
     faulthandler.dump_traceback_later(seconds / 2)  # says where a rank that is not done hangs
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CUDA_DEVICE_MAX_CONNECTIONS="32")
+    os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="32")
+    rank = int(os.environ["RANK"])
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=layout.ranks)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
     rows: list[dict[str, Any]] = []
     with torch.no_grad():
         for name in names:
@@ -388,25 +333,10 @@ def rank_main(rank: int, layout: Layout, names: list[str], port: int, folder: st
 
 def launch(layout: Layout, names: list[str], seconds: float) -> list[dict[str, Any]]:
     """Run one layout in processes of its own; what was measured before one failed is kept."""
-    context = torch.multiprocessing.get_context("spawn")
-    with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        ranks = [
-            context.Process(target=rank_main, args=(rank, layout, names, port, folder, seconds))
-            for rank in range(layout.ranks)
-        ]
-        for process in ranks:
-            process.start()
-        deadline = time.monotonic() + seconds
-        for process in ranks:
-            process.join(max(0.0, deadline - time.monotonic()))
-        codes = [process.exitcode for process in ranks]
+    with tempfile.TemporaryDirectory() as folder:
+        codes = in_processes(layout.ranks, rank_main, layout, names, folder, seconds, seconds=seconds)
         if any(codes):
             print(f"{layout.name} {layout.transport}: exit codes {codes}", flush=True)
-        for process in ranks:
-            process.kill()
         rows = Path(folder, "rows.json")
         return json.loads(rows.read_text()) if rows.exists() else []
 

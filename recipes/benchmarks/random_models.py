@@ -1,5 +1,6 @@
-"""Real configurations with random weights and inputs on a GPU, for benchmarks."""
+"""Real configurations with random weights and inputs, for benchmarks."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import diffusers
@@ -12,16 +13,22 @@ from dit_pipelining.torch_internals import tree_map
 from dit_pipelining.weights.empty import empty_model
 
 
-def random_transformer(facts: Preset, device: torch.device, blocks: dict[str, int] | None = None) -> nn.Module:
-    """A preset's transformer in bf16; the same weights on every GPU of a kind.
+def random_transformer(
+    facts: Preset,
+    device: torch.device,
+    changes: Mapping[str, int] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> nn.Module:
+    """A preset's transformer; the same weights on every device of a kind.
 
     Args:
         facts: the preset.
         device: where the weights go.
-        blocks: arguments of the class that differ from the preset's: fewer blocks save time where they are alike.
+        changes: arguments of the class that differ from the preset's: fewer blocks save time where they are alike.
+        dtype: of the weights.
     """
-    config = {**facts.config, **(blocks or {})}
-    model = empty_model(getattr(diffusers, facts.model_class), config, torch.bfloat16)
+    config = {**facts.config, **(changes or {})}
+    model = empty_model(getattr(diffusers, facts.model_class), config, dtype)
     random = torch.Generator(device).manual_seed(0)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -1,8 +1,10 @@
-"""Run a function on several processes of this machine, as ranks of one gloo group."""
+"""Run a function on several processes of this machine, as ranks of one group."""
 
 import multiprocessing
 import os
+import socket
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -35,6 +37,35 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout:
         for process, _ in processes:
             process.join(60)
     return answers
+
+
+def in_processes(world_size: int, function: Callable[..., None], *args: Any, seconds: float) -> list[int | None]:
+    """Call `function(*args)` in as many processes, each with the environment that torchrun gives a rank.
+
+    Returns:
+        their exit codes; None for one that was killed, since it took longer than `seconds`.
+    """
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    own = [dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size) for rank in range(world_size)]
+    shared = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    processes = [context.Process(target=_as_rank, args=({**shared, **mine}, function, args)) for mine in own]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+def _as_rank(variables: dict[str, object], function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    function(*args)
 
 
 def _answer(rank: int, connection: Connection, timeout: float) -> Any:
