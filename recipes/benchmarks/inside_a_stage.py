@@ -327,7 +327,7 @@ def show_rows(title: str, rows: Sequence[Row]) -> None:
         show(title, shown)
     for row in rows:
         if "error" in row:
-            print(f"{row['section']}: {row['error']}")
+            print(f"{row['section']}: {row['error']}", flush=True)
 
 
 def main() -> None:
