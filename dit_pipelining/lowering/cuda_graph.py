@@ -6,7 +6,7 @@ tokens) has 6 ms of arithmetic in 56 ms of launches.
 
 import warnings
 import weakref
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,18 +32,22 @@ class GraphedFunction:
     Attributes:
         function: as `compile_nodes` makes it.
         weights: names of the modules, parameters and buffers it uses, looked up on the root it runs on.
+        form: what else a recording is made for: state outside of the arguments that decides which kernels run, and where.
+            None: this call cannot be recorded or replayed.
     """
 
     function: Function
     weights: tuple[str, ...]
+    form: Callable[[], Hashable | None] = tuple
     _recordings: dict[Hashable, "_Recording"] = field(default_factory=dict)
     _runs: dict[Hashable, int] = field(default_factory=dict)
     _cannot: set[Hashable] = field(default_factory=set)
 
     def __call__(self, root: nn.Module, *arguments: Any) -> tuple[Any, ...]:
-        key = _layout(arguments)
-        if key is None or torch.is_grad_enabled():
+        layout, form = _layout(arguments), self.form()
+        if layout is None or form is None or torch.is_grad_enabled():
             return self.function(root, *arguments)
+        key = layout, form
         known = self._recordings.get(key)
         if known is not None and known.weights.unchanged():
             return known.replay(arguments)
@@ -59,6 +63,11 @@ class GraphedFunction:
             return self.function(root, *arguments)
         self._recordings[key] = known
         return known.replay(arguments)
+
+    def drop(self) -> None:
+        """Forget all recordings: what they read lies elsewhere from now on."""
+        self._recordings.clear()
+        self._runs.clear()
 
 
 class _Recording:

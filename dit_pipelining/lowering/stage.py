@@ -1,6 +1,6 @@
 """StageModule: one stage of a split model, an nn.Module whose state dict is a subset of the model's own."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,6 +109,7 @@ class StageModule(nn.Module):
         self.held_weights = weights
         self.programs: dict[int, StageProgram] = {}
         self.cuda_graphs = False
+        self._form: Callable[[], Hashable | None] = tuple
         self.__dict__["_model"] = model  # not as a submodule: the stage holds its own part only
         for name in sorted(weights, key=lambda name: (name.count("."), name)):
             _hold(self, model, name)
@@ -134,7 +135,8 @@ class StageModule(nn.Module):
 
     def add_program(self, program: StageProgram) -> None:
         if self.cuda_graphs:
-            program = replace(program, function=GraphedFunction(program.function, tuple(sorted(self.held_weights))))
+            weights = tuple(sorted(self.held_weights))
+            program = replace(program, function=GraphedFunction(program.function, weights, lambda: self._form()))
         self.programs[id(program.graph)] = program
 
     def compile(self, mode: str) -> None:
@@ -149,6 +151,17 @@ class StageModule(nn.Module):
             self.cuda_graphs = True
             for program in list(self.programs.values()):
                 self.add_program(program)
+
+    def record_forms(self, form: Callable[[], Hashable | None]) -> None:
+        """Let CUDA graphs depend on more than the layouts of tensors; those that were recorded are dropped.
+
+        Args:
+            form: asked at each call: what else a recording is made for; None: this call cannot be recorded or replayed.
+        """
+        self._form = form
+        for program in self.programs.values():
+            if isinstance(program.function, GraphedFunction):
+                program.function.drop()
 
     def has_program(self, graph: BlockGraph) -> bool:
         return id(graph) in self.programs

@@ -8,7 +8,8 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import nn
 
 from dit_pipelining.stream.cache import RollingKVCache
-from dit_pipelining.stream.passes import Group, Passes, Table
+from dit_pipelining.stream.passes import Group, Passes
+from dit_pipelining.stream.rotary import Table
 from dit_pipelining.stream.text_attention import KeptTextAttention
 
 
@@ -57,8 +58,7 @@ class CausalSelfAttention:
                 attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs
             )
             return plain
-        assert rotary_emb is not None
-        plan = self.passes.plan(self.cache, rotary_emb)
+        plan = self.passes.plan(self.cache)
         if getattr(attn, "fused_projections", False):
             query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
         else:
@@ -77,7 +77,6 @@ class CausalSelfAttention:
             end = sinks.first + sinks.count
             keys[sinks.first : end, : raw_sinks.shape[1]] = rotate(raw_sinks[sinks.first : end], sinks.table)
         attended = [self._attend(query, keys, values, group) for group in plan.groups]
-        self.passes.keep(self.cache)
         hidden_states = (attended[0] if len(attended) == 1 else torch.cat(attended)).flatten(2, 3).type_as(query)
         hidden_states = attn.to_out[1](attn.to_out[0](hidden_states))
         return hidden_states

@@ -25,7 +25,7 @@ class Prompts:
         self._check(*prompts, *([] if negative is None else [negative]))
         self._versions: list[list[tuple[int, torch.Tensor]]] = [[(0, prompt)] for prompt in prompts]
         self._negative = negative
-        self._stacked: tuple[list[torch.Tensor], torch.Tensor] | None = None
+        self._stacked: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
 
     def change(self, stream: int, first_chunk: int, prompt: torch.Tensor) -> None:
         """Let chunks from `first_chunk` on show another prompt; those before keep theirs.
@@ -44,13 +44,9 @@ class Prompts:
         parts = [self._of(row) for row in rows]
         if len(parts) == 1:
             return parts[0]
-        known = self._stacked
-        if (
-            known is None
-            or len(known[0]) != len(parts)
-            or any(a is not b for a, b in zip(known[0], parts, strict=True))
-        ):
-            known = self._stacked = (parts, torch.cat(parts))
+        known = self._stacked.get(len(parts))
+        if known is None or any(a is not b for a, b in zip(known[0], parts, strict=True)):
+            known = self._stacked[len(parts)] = (parts, torch.cat(parts))
         return known[1]
 
     def _of(self, row: Row) -> torch.Tensor:

@@ -18,6 +18,7 @@ from dit_pipelining.stream.kv_cache import DistributedKVCache
 from dit_pipelining.stream.micro_step import MicroStep
 from dit_pipelining.stream.passes import Passes
 from dit_pipelining.stream.prompts import Prompts
+from dit_pipelining.stream.rotary import Table
 from dit_pipelining.stream.spec import TRAIN_TIMESTEPS, StreamSpec
 
 Layout = tuple[tuple[int, ...], torch.dtype]
@@ -64,8 +65,8 @@ class StreamStage:
         self.batched = batched
         self.dtype: torch.dtype = cast(Any, split.model).dtype
         self.times: deque[tuple[int, Any]] = deque(maxlen=TIMED_STEPS)
-        self._passes = Passes(spec)
         self._blocks: list[nn.Module] = []
+        self._times: tuple[tuple[float, ...], torch.Tensor] | None = None
         self.rebuild(split, index)
 
     def rebuild(self, split: SplitModel, index: int) -> None:
@@ -77,7 +78,10 @@ class StreamStage:
         make_plain(self._blocks)
         self._blocks = [split.model.get_submodule(name) for name in names]
         self._graphs = {count: self._resolve(count) for count in self._batch_sizes()}
-        make_causal(self._blocks, [self.caches.of(name) for name in names], self._passes)
+        self._own_caches = [self.caches.of(name) for name in names]
+        self._passes = Passes(self.spec, self._rotary())
+        make_causal(self._blocks, self._own_caches, self._passes)
+        self.module.record_forms(lambda: self._passes.form)
         if index and any("hidden_states" in program.inputs for program in self.module.programs.values()):
             raise InputError("a stage behind the first one reads the latents, which it does not get.")
 
@@ -140,26 +144,42 @@ class StreamStage:
     def _run(
         self, step: MicroStep, received: Sequence[torch.Tensor], latents: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        self._passes.begin(step)
+        text = self.prompts.of(step.rows)
+        self._passes.begin(step, self._own_caches, text)
+        succeeded = False
         try:
             graph = self._graphs[len(step.rows)]
-            return self.module.run(graph, received, self._leaves(step, latents))
+            outputs = self.module.run(graph, received, self._leaves(step, text, latents))
+            succeeded = True
+            return outputs
         finally:
-            self._passes.end()
+            self._passes.end(succeeded)
 
-    def _leaves(self, step: MicroStep, latents: torch.Tensor | None) -> Mapping[str, Any]:
+    def _leaves(self, step: MicroStep, text: torch.Tensor, latents: torch.Tensor | None) -> Mapping[str, Any]:
         times = [
             self.spec.sigma(row.level, facts.noise_scale) * TRAIN_TIMESTEPS
             for row, facts in zip(step.rows, step.facts, strict=True)
         ]
-        text = self.prompts.of(step.rows).to(self.dtype)
-        leaves: dict[str, Any] = {"timestep": self._timestep(tuple(times)), "encoder_hidden_states": text, MADE: {}}
+        leaves: dict[str, Any] = {
+            "timestep": self._timestep(tuple(times)),
+            "encoder_hidden_states": text.to(self.dtype),
+            MADE: {},
+        }
         if latents is not None:
             leaves["hidden_states"] = latents.to(self.dtype)
         return leaves
 
     def _timestep(self, times: tuple[float, ...]) -> torch.Tensor:
-        return torch.tensor(times, dtype=torch.float32).to(self.device, non_blocking=True)
+        """The same tensor as long as the times are the same."""
+        if self._times is None or self._times[0] != times:
+            self._times = times, torch.tensor(times, dtype=torch.float32).to(self.device, non_blocking=True)
+        return self._times[1]
+
+    def _rotary(self) -> Table:
+        """The model's own table for the first chunk."""
+        rope: Any = self.split.model.get_submodule("rope")
+        table: Table = rope(torch.zeros(self.shape, device=self.device))
+        return table
 
     def _batch_sizes(self) -> range:
         return range(1, self.spec.max_rows + 1) if self.batched else range(1, 2)

@@ -1,5 +1,6 @@
 """Cross-attention for the blocks of Wan that computes the keys and values of a prompt once."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from dit_pipelining.stream.passes import Passes
 class KeptTextAttention:
     """The attention processor of one block's cross-attention in a stream.
 
-    A stage gives its blocks the very same tensor as long as the prompts of the rows are the same, so its keys and values are
-    kept: of a chunk of 1,560 tokens they are 4% of a block's work.
+    As long as the prompts of the rows are the same, their keys and values are kept: of a chunk of 1,560 tokens they are 4% of
+    a block's work. Those of new prompts are written to where the old ones were, which a recorded CUDA graph reads.
 
     Args:
         passes: what the stage runs at the moment.
@@ -22,8 +23,7 @@ class KeptTextAttention:
     def __init__(self, passes: Passes, plain: Any) -> None:
         self.passes = passes
         self.plain = plain
-        self._text: torch.Tensor | None = None
-        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._kept: dict[int, _Kept] = {}
 
     @torch.compiler.disable
     def __call__(
@@ -41,12 +41,33 @@ class KeptTextAttention:
                 attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs
             )
             return plain
-        if self._kept is None or self._text is not encoder_hidden_states:
-            self._text, self._kept = encoder_hidden_states, _keys_and_values(attn, encoder_hidden_states)
+        key, value = self._keys_and_values(attn, encoder_hidden_states)
         query = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
-        attended = dispatch_attention_fn(query, *self._kept, backend=getattr(self.plain, "_attention_backend", None))
+        attended = dispatch_attention_fn(query, key, value, backend=getattr(self.plain, "_attention_backend", None))
         output: torch.Tensor = attn.to_out[1](attn.to_out[0](attended.flatten(2, 3).type_as(query)))
         return output
+
+    def _keys_and_values(self, attn: Any, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Kept for each number of rows."""
+        shown = self.passes.text
+        assert shown is not None
+        kept = self._kept.get(len(text))
+        if kept is None:
+            kept = self._kept[len(text)] = _Kept(shown, *_keys_and_values(attn, text))
+        elif kept.text is not shown:
+            for own, new in zip((kept.key, kept.value), _keys_and_values(attn, text), strict=True):
+                own.copy_(new)
+            kept.text = shown
+        return kept.key, kept.value
+
+
+@dataclass
+class _Kept:
+    """The keys and values of prompts."""
+
+    text: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
 
 
 def _keys_and_values(attn: Any, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
