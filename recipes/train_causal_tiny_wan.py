@@ -25,8 +25,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from contact_sheet import contact_sheet
 from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from evaluate_tiny_wan import ATTRIBUTES, adherence
@@ -42,7 +42,7 @@ from train_tiny_wan import CAPTIONS_PER_VIDEO, TEXT_POSITIONS, channels_last, di
 from transformers import UMT5EncoderModel
 
 from dit_pipelining.api import StreamSpec, open_stream
-from dit_pipelining.stream.head import StreamInput
+from dit_pipelining.stream.head import Source, StreamInput
 
 LEVELS = (1.0, 0.9, 0.75, 0.5)
 """Quarters of the way, shifted by 3 as the model's scheduler shifts them."""
@@ -221,20 +221,31 @@ def distill(
     return averaged.eval(), stage
 
 
-def evaluate(pipe: WanPipeline, prompts: int, device: torch.device, size: int) -> None:
-    """Stream videos of unseen prompts and print how well they follow them, as `evaluate_tiny_wan.py` measures it."""
+@torch.no_grad()
+def evaluate(pipe: WanPipeline, prompts: int, device: torch.device, size: int, sheet: Path | None) -> None:
+    """Stream videos of unseen prompts and print how well they follow them, as `evaluate_tiny_wan.py` measures it.
+
+    One stream shows them all, one after the other: each begins anew with its own prompt.
+    """
     scenes = held_out_scenes(prompts)
     pipe = pipe.to(device)
     pipe.transformer.float()
-    spec = StreamSpec(levels=LEVELS, window=WINDOW)
     latents = 1 + (CLIP - 1) // 4
-    videos = []
-    for seed, scene in enumerate(tqdm(scenes, desc="evaluation", mininterval=5.0)):
-        stream = open_stream(pipe, spec, height=size, width=size, prompt=scene.prompt, seed=seed)
-        frames = [chunk.frames.cpu() for chunk in stream.run([iter([StreamInput()] * latents)])]
-        videos.append(torch.cat(frames).numpy())
-    for group, figures in adherence(scenes, np.stack(videos), workers=1).items():
+    stream = open_stream(pipe, StreamSpec(levels=LEVELS, window=WINDOW), height=size, width=size, prompt="")
+
+    def source() -> Source:
+        for scene in tqdm(scenes, desc="evaluation", mininterval=5.0):
+            yield StreamInput(prompt=stream.embed(scene.prompt), first=True)
+            yield from [StreamInput()] * (latents - 1)
+
+    frames = [chunk.frames.cpu() for chunk in stream.run([source()])]
+    videos = torch.cat(frames).view(prompts, CLIP, size, size, 3).numpy()
+    for group, figures in adherence(scenes, videos, workers=1).items():
         print(f"{group:24s} " + "  ".join(f"{name} {figures[name]:6.1%}" for name in ATTRIBUTES), flush=True)
+    if sheet is not None:
+        rows = videos[:12, :: CLIP // 8]
+        contact_sheet(rows.reshape(-1, size, size, 3), sheet, columns=rows.shape[1])
+        print(f"wrote {sheet}: " + "; ".join(scene.prompt for scene in scenes[:12]), flush=True)
 
 
 def _flow(
@@ -286,6 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=4096, help="of the teacher")
     parser.add_argument("--distill-seconds", type=float, default=60.0)
     parser.add_argument("--evaluate", type=int, default=24, help="unseen prompts to measure at the end")
+    parser.add_argument("--sheet", type=Path, help="write frames of the first twelve of them here")
     parser.add_argument("--no-compile", action="store_true")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
@@ -312,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"saved {options.output}; losses in {options.work_dir}", flush=True)
     if options.evaluate:
         finished = WanPipeline.from_pretrained(options.model, transformer=student.cpu())
-        evaluate(finished, options.evaluate, device, plan.size if options.smoke else 96)
+        evaluate(finished, options.evaluate, device, plan.size if options.smoke else 96, options.sheet)
 
 
 if __name__ == "__main__":

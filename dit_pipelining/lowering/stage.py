@@ -108,6 +108,7 @@ class StageModule(nn.Module):
         self.num_stages = num_stages
         self.held_weights = weights
         self.programs: dict[int, StageProgram] = {}
+        self.compiled = False
         self.cuda_graphs = False
         self._form: Callable[[], Hashable | None] = tuple
         self.__dict__["_model"] = model  # not as a submodule: the stage holds its own part only
@@ -147,6 +148,7 @@ class StageModule(nn.Module):
         """
         for name in dict.fromkeys(str(node.target) for own in self.programs.values() for node in own.blocks):
             self.model.get_submodule(name).compile()
+        self.compiled = True
         if mode == "blocks-cudagraphs" and not self.cuda_graphs:
             self.cuda_graphs = True
             for program in list(self.programs.values()):

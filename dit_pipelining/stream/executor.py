@@ -30,6 +30,7 @@ def run_in_one_process(
     spec = stages[0].spec
     head, tail = StreamHead(spec, len(stages), noise, sources), StreamTail(spec, noise)
     while not head.finished:
+        stages[0].wait_for_room()
         tick = head.next_tick()
         if tick.step is None:
             time.sleep(IDLE_SECONDS)

@@ -104,6 +104,7 @@ class StreamRank:
         followers = [sender for sender in (onward, twin) if sender is not None]
         spoken = time.monotonic()
         while not head.finished:
+            self.stage.wait_for_room()
             tick = head.next_tick()
             if tick.step is None:
                 time.sleep(IDLE_SECONDS)

@@ -28,6 +28,7 @@ from dit_pipelining.stream.spec import StreamSpec
 from dit_pipelining.stream.stage import StreamStage, check_model
 from dit_pipelining.stream.tail import FinishedChunk
 from dit_pipelining.stream.vae import StreamVAE
+from dit_pipelining.stream.vae_speed import speed_up
 from partitioners import Partition
 
 MAX_TEXT_LENGTH = 512
@@ -127,6 +128,8 @@ class VideoStream:
         self.is_output = is_first and (self.stage_index == num_stages - 1 or self.rolling is None)
         self._rank = self._make_rank(num_stages)
         self._decoders = [StreamVAE(pipeline.vae) for _ in range(spec.streams)] if self.is_output else []
+        if self.device.type == "cuda" and any(stage.module.compiled for stage in self.stages):
+            speed_up(pipeline.vae)
 
     @torch.no_grad()
     def embed(self, prompt: str) -> torch.Tensor:

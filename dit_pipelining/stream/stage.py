@@ -23,6 +23,9 @@ from dit_pipelining.stream.spec import TRAIN_TIMESTEPS, StreamSpec
 
 Layout = tuple[tuple[int, ...], torch.dtype]
 
+QUEUED_STEPS = 2
+"""Micro-steps that the host gives to the GPU before the first of them is done: one runs, and the next one is ready."""
+
 TIMED_STEPS = 128
 """Micro-steps whose times a stage remembers."""
 
@@ -80,7 +83,7 @@ class StreamStage:
         self._graphs = {count: self._resolve(count) for count in self._batch_sizes()}
         self._own_caches = [self.caches.of(name) for name in names]
         self._passes = Passes(self.spec, self._rotary())
-        make_causal(self._blocks, self._own_caches, self._passes)
+        make_causal(self._blocks, self._own_caches, self._passes, self.module.compiled)
         self.module.record_forms(lambda: self._passes.form)
         if index and any("hidden_states" in program.inputs for program in self.module.programs.values()):
             raise InputError("a stage behind the first one reads the latents, which it does not get.")
@@ -121,6 +124,11 @@ class StreamStage:
             outputs += self._run(part, own, rows)
         self.times.append((len(step.rows), (started, self._now())))
         return outputs
+
+    def wait_for_room(self) -> None:
+        """On CUDA, wait until one micro-step at most is unfinished: what a live source gives now shall not lie about."""
+        if self.device.type == "cuda" and len(self.times) >= QUEUED_STEPS:
+            self.times[-QUEUED_STEPS][1][1].synchronize()
 
     def seconds(self) -> list[tuple[int, float]]:
         """Rows and seconds of the micro-steps that are remembered; on CUDA, waits for the device."""

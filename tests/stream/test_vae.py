@@ -7,6 +7,7 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from dit_pipelining.errors import InputError
+from dit_pipelining.stream import vae_speed
 from dit_pipelining.stream.vae import StreamVAE
 
 
@@ -64,6 +65,18 @@ def test_frames_that_are_no_whole_latents_are_refused() -> None:
     stream.encode_chunk(clip(2)[:, :, :1])
     with pytest.raises(InputError, match="takes 4k frames here"):
         stream.encode_chunk(clip(2)[:, :, :1])
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["Wan 2.1", "Wan 2.2"])
+def test_a_vae_that_was_sped_up_differs_by_rounding_only(residual: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, fast = vae(residual).double(), vae(residual).double()
+    monkeypatch.setattr(vae_speed, "_compiled", lambda: vae_speed.normalise)  # without a compiler
+    vae_speed.speed_up(fast)
+    video = clip(2).double()
+    with torch.no_grad():
+        latents, frames = own.encode(video).latent_dist.mode(), own.decode(own.encode(video).latent_dist.mode()).sample
+        torch.testing.assert_close(fast.encode(video).latent_dist.mode(), latents, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(fast.decode(latents).sample, frames, rtol=1e-4, atol=1e-4)
 
 
 def test_a_tiling_vae_is_refused() -> None:
