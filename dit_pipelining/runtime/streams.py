@@ -1,7 +1,7 @@
 """Runs this rank's stage on a CUDA stream of its own, where peer copies connect the ranks.
 
 Everything is given to the GPU when the call is submitted, waits for other ranks included (see [Note: peer copies] in
-comm/peer_links.py), so no host waits for another one, and none for its GPU, however many calls are in flight.
+comm/peer_channels.py), so no host waits for another one, and none for its GPU, however many calls are in flight.
 
 [Note: memory of several streams]
 A tensor that another stream than its own works on must not be freed before that work is done. `Tensor.record_stream` would
@@ -28,7 +28,8 @@ from typing import Any
 import torch
 
 from dit_pipelining.comm.cuda_streams import new_stream
-from dit_pipelining.comm.peer_links import PeerLinks, slot_bytes
+from dit_pipelining.comm.peer_channels import slot_bytes
+from dit_pipelining.comm.peer_links import PeerLinks
 from dit_pipelining.runtime.calls import StageCall, StageFailedError, calling_context
 
 

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dit_pipelining.comm import peer_links
+from dit_pipelining.comm import peer_channels, peer_links
 from dit_pipelining.comm.mesh import Mesh
 from dit_pipelining.comm.peer_links import PeerLinks
 from dit_pipelining.runtime import streams
@@ -171,9 +171,9 @@ def played(machine: Machine) -> Iterator[None]:
     )
     fake = SimpleNamespace(cuda=cuda, Tensor=torch.Tensor, no_grad=torch.no_grad)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peer_links, "wait_value", wait_value)
-        patch.setattr(peer_links, "write_value", write_value)
-        patch.setattr(peer_links, "PeerMemory", lambda *_: FakeMemory(machine))
+        patch.setattr(peer_channels, "wait_value", wait_value)
+        patch.setattr(peer_channels, "write_value", write_value)
+        patch.setattr(peer_channels, "PeerMemory", lambda *_: FakeMemory(machine))
         patch.setattr(peer_links.torch, "cuda", cuda)
         patch.setattr(peer_links.dist, "barrier", lambda **_: None)
         patch.setattr(streams, "torch", fake)
