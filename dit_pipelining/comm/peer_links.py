@@ -57,8 +57,8 @@ class PeerLinks:
         hops = tuple(pair for ranks in lines for pair in pairwise(ranks))
         regions = {"hop": Region(self.hop_bytes, hops)}
         for replica, ranks in enumerate(lines):
-            targets = tuple((ranks[-1], rank) for rank in range(mesh.size) if rank != ranks[-1])
-            regions[f"results {replica}"] = Region(self.result_bytes, targets)
+            pairs = tuple((ranks[-1], rank) for rank in range(mesh.size) if rank != ranks[-1])
+            regions[f"results {replica}"] = Region(self.result_bytes, pairs)
         self.channels = channels = PeerChannels(regions, mesh.rank, mesh.size, self.group, self.device)
         own, last = mesh.rank, mesh.pipeline_size - 1
         self.incoming = channels.get("hop", own - 1, own) if mesh.stage else None
