@@ -35,9 +35,7 @@ from dit_pipelining.sharding.tensor import check_tensor_parallel
 from dit_pipelining.sharding.tile_ranks import TileRanks, tile_ranks
 from dit_pipelining.stream.session import VideoStream
 from dit_pipelining.stream.spec import StreamSpec
-from dit_pipelining.weights.checkpoint import Checkpoint
 from dit_pipelining.weights.components import components_in_folder, components_in_memory, load_on_owners
-from dit_pipelining.weights.load import check_tensors
 from dit_pipelining.weights.modular import load_modular
 from dit_pipelining.weights.pipelines import (
     DtypeChoice,
@@ -53,6 +51,8 @@ from dit_pipelining.weights.pipelines import (
     without_components,
 )
 from dit_pipelining.weights.placement import ComponentSize, place_components
+from dit_pipelining.weights.quantised import refuse_cutting_quantised
+from dit_pipelining.weights.single_files import with_files_opened
 from partitioners import Component, Partitioner
 
 __all__ = [
@@ -157,7 +157,9 @@ def load_pipeline(
         variant: as in `from_pretrained`, for example `"fp16"`.
         revision: of a hub id.
         components: passed on to `from_pretrained`, for example `vae=...`. A transformer that is passed, with its weights
-            and the same on every rank, is split as `parallelize` does it.
+            and the same on every rank, is split as `parallelize` does it; one that is the path of a GGUF file is read
+            from there by each rank as far as its stage goes. With `quantization_config=PipelineQuantizationConfig(...)` each
+            rank quantises its own stage.
 
     Returns:
         the diffusers pipeline, on this rank's device.
@@ -193,8 +195,13 @@ def _load(
     if launched_rank() != 0:
         silence_loading_bars()
     folder = pipeline_folder(source, variant=variant, revision=revision)
+    components = with_files_opened(folder, components, dtype)
     options = {"dtype": dtype, "variant": variant, **components}
     is_modular = issubclass(pipeline_class, diffusers.ModularPipeline)
+    if is_modular and components.get("quantization_config") is not None:
+        raise ConfigError(
+            "quantization_config is for plain pipelines; a modular one takes it in load_components: split it with parallelize."
+        )
     if config.world_size == 1:
         if is_modular:
             return load_modular(pipeline_class, folder, dtype, variant, components).to(launch.join())
@@ -206,8 +213,7 @@ def _load(
     given = {name: value for name, value in components.items() if is_transformer(type(value))}
     empty = empty_transformers(folder, dtype, variant, given=components)
     for transformer in empty.values():
-        if isinstance(transformer.checkpoint, Checkpoint):
-            check_tensors(transformer.model, transformer.checkpoint)
+        transformer.check_tensors()
     models = {**{name: transformer.model for name, transformer in empty.items()}, **given}
     if not models:
         passed = ", ".join(f"{name}={type(value).__name__}" for name, value in components.items())
@@ -320,6 +326,12 @@ def _tiles(
 
 def _check_splits(config: ParallelConfig, models: Mapping[str, nn.Module]) -> None:
     config.check_components(models)
+    cuts = {
+        "tensor_parallel_size": config.tensor_parallel_size > 1,
+        "use_hsdp": config.use_hsdp,
+        "rebalance": config.rebalance,
+    }
+    refuse_cutting_quantised(models, [name for name, is_asked in cuts.items() if is_asked])
     for model in models.values():
         refuse_hooks(model)
         if config.sequence_parallel_size > 1:

@@ -38,6 +38,7 @@ from torch.overrides import TorchFunctionMode
 
 from dit_pipelining.capture import replay
 from dit_pipelining.capture.counting import WorkCounter
+from dit_pipelining.capture.quantised import is_quantised_linear, like_quantised_linear
 from dit_pipelining.capture.sandbox import (
     CAPTURE_LOCK,
     collected_lora_scales,
@@ -62,7 +63,6 @@ from dit_pipelining.torch_internals import (
     NEEDS_VALUES,
     autocast_state,
     is_fake,
-    is_spread,
     new_fake_mode,
     real_tensors,
     storage_key,
@@ -134,6 +134,7 @@ class Tracer(TorchFunctionMode):
         self.modules = {id(module): name for name, module in reversed(list(model.named_modules()))}
         self.attributes = {id(tensor): name for name, tensor in _tensor_attributes(model).items()}
         self.opaque = {id(m) for m in model.modules() if id(m) in self.blocks or _is_opaque(m)}
+        self.quantised = {id(m) for m in model.modules() if is_quantised_linear(m)}
         self.fake_mode = new_fake_mode()
         self.names: dict[int, str] = {}
         self.originals: dict[str, torch.Tensor] = {}
@@ -193,9 +194,6 @@ class Tracer(TorchFunctionMode):
                 self._refuse_filled_containers(one, other)
 
     def _fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) and not is_spread(tensor):
-            # A quantised weight: only opaque modules touch it. One that another rank holds gets memory that looks like it.
-            return tensor if tensor.device.type != "meta" else _without_memory(tensor, self.device)
         device = self.device if tensor.device.type == "meta" or not _is_parameter(tensor) else tensor.device
         return self.fake(tensor, device)
 
@@ -372,7 +370,7 @@ class Tracer(TorchFunctionMode):
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.inside_opaque or id(module) not in self.opaque:
-            return self.plain_call(module, *args, **kwargs)
+            return self._run_module(module, args, kwargs)
         versions = [(t, version(t)) for t in tensors_in((args, kwargs))]
         name = self.modules[id(module)]
         self._skip_work()
@@ -380,7 +378,7 @@ class Tracer(TorchFunctionMode):
         self._refuse_changed_objects((args, kwargs))
         self.inside_opaque = True
         try:
-            result = self.plain_call(module, *args, **kwargs)
+            result = self._run_module(module, args, kwargs)
         except NEEDS_VALUES:
             result = self._run_looking_at_values(module, args, kwargs)
         finally:
@@ -392,6 +390,11 @@ class Tracer(TorchFunctionMode):
         written = [tensor for tensor, before in versions if version(tensor) != before]
         self._know_result(result, node, written)
         return result
+
+    def _run_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if id(module) in self.quantised:
+            return like_quantised_linear(module, *args, **kwargs)
+        return self.plain_call(module, *args, **kwargs)
 
     def _refuse_changed_objects(self, arguments: Any) -> None:
         """A block gets an object by reference, so what glue changes in it between two blocks would not be repeated."""
@@ -559,19 +562,6 @@ class WritesIntoInputError(Exception):
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self.path = path
-
-
-def _without_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the same class and shape on `device`, of zeros; all its rows are one, whose bytes GGUF's layers group."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, context = tensor.__tensor_flatten__()
-        parts = {name: _without_memory(getattr(tensor, name), device) for name in names}
-        made: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
-        return made
-    row = torch.zeros(tensor.shape[-1:], dtype=tensor.dtype, device=device)
-    made = row.expand(tensor.shape).as_subclass(type(tensor))
-    made.__dict__.update(tensor.__dict__)
-    return made
 
 
 def trace(

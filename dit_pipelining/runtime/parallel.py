@@ -34,7 +34,7 @@ from dit_pipelining.sharding.tile_ranks import TileRanks
 from dit_pipelining.sharding.vae_tiles import VaeTiles, make_tile_links, switch_on
 from dit_pipelining.weights.components import drop_weights
 from dit_pipelining.weights.given import Untouched
-from dit_pipelining.weights.load import load_weights, release_weights
+from dit_pipelining.weights.load import load_weights, move_to, release_weights
 from dit_pipelining.weights.pipelines import EmptyTransformer
 from dit_pipelining.weights.placement import kind_of
 from partitioners import Component
@@ -205,19 +205,34 @@ def from_checkpoint(empty: EmptyTransformer, device: torch.device, shards: Mappi
     untouched = Untouched(empty.model)
 
     def fill(plan: StagePlan, then: Mapping[str, Callable[[], object]]) -> None:
-        if isinstance(empty.checkpoint, CheckpointError):
-            raise empty.checkpoint
+        checkpoint, quantised = empty.checkpoint, empty.quantised
+        if isinstance(checkpoint, CheckpointError):
+            raise checkpoint
         given = untouched.given(empty.model)
+        if quantised is not None:
+            quantised.read(empty.model, plan.weights, checkpoint)
+            load = partial(quantised.load, empty.model, device=device, given=given)
+        else:
+            load = partial(
+                load_weights,
+                empty.model,
+                checkpoint=checkpoint,
+                device=device,
+                torch_dtype=empty.torch_dtype,
+                given=given,
+                shards=shards,
+            )
         for name, do in then.items():
-            load_weights(empty.model, [name], empty.checkpoint, device, empty.torch_dtype, given, shards)
+            load(weights=[name])
             do()
-        rest = plan.weights - then.keys()
-        load_weights(empty.model, rest, empty.checkpoint, device, empty.torch_dtype, given, shards)
+        load(weights=plan.weights - then.keys())
+        if quantised is not None:
+            quantised.finish(empty.model)
         blocks = tuple(f"{name}." for name in find_blocks(empty.model))
         beside_blocks = [name for name in given if not name.startswith(blocks)]
         release_weights(empty.model, [*plan.weights, *beside_blocks])
         for name in beside_blocks:  # a later call may use them on any stage
-            _move(empty.model, name, device)
+            move_to(empty.model, name, device)
 
     return fill
 
@@ -228,19 +243,7 @@ def from_memory(model: nn.Module, device: torch.device) -> FillStage:
     def fill(plan: StagePlan, then: Mapping[str, Callable[[], object]]) -> None:
         release_weights(model, plan.weights)
         for name in sorted(plan.weights):
-            _move(model, name, device)
+            move_to(model, name, device)
             then.get(name, lambda: None)()
 
     return fill
-
-
-def _move(model: nn.Module, name: str, device: torch.device) -> None:
-    path, _, key = name.rpartition(".")
-    owner = model.get_submodule(path)
-    value = getattr(owner, key)
-    if isinstance(value, nn.Module):
-        value.to(device)
-    elif key in owner._buffers:
-        owner._buffers[key] = value.to(device)
-    else:
-        value.data = value.data.to(device)

@@ -15,7 +15,7 @@ MOST_NAMED = 20
 """How many tensors of a kind an error names; it counts them all."""
 
 
-def _name_without_adapter(name: str) -> str:
+def name_without_adapter(name: str) -> str:
     """The name a tensor had before an adapter was put around its layer (peft calls that layer `base_layer`)."""
     return name.replace(".base_layer.", ".")
 
@@ -55,7 +55,7 @@ def load_weights(
             tensor = getattr(owner, key)
             tensor.data = tensor.data.to(device)
         else:
-            wanted[stored[_name_without_adapter(name)]] = name
+            wanted[stored[name_without_adapter(name)]] = name
     parts = {stored_name: shards[name] for stored_name, name in wanted.items() if name in shards}
     for stored_name, tensor in checkpoint.read(wanted, device, parts):
         _assign(model, wanted[stored_name], tensor, torch_dtype)
@@ -68,7 +68,10 @@ def release_weights(model: nn.Module, kept: Iterable[str]) -> None:
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if name not in names and parameter.device.type != "meta":
             owner, key = _owner(model, name)
-            owner._parameters[key] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            blank = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+            owner._parameters[key] = nn.Parameter(blank, requires_grad=parameter.requires_grad)
+            if hasattr(owner, "init_8bit_state"):  # bitsandbytes' layers keep what they have quantised here, too
+                owner.state.CB = owner.state.SCB = None
 
 
 def check_tensors(
@@ -93,11 +96,11 @@ def check_tensors(
     state = model.state_dict()
     whole = {name: shard.shape for name, shard in (shards or {}).items()}
     expected = {
-        _name_without_adapter(name): whole.get(name, tuple(tensor.shape))
+        name_without_adapter(name): whole.get(name, tuple(tensor.shape))
         for name, tensor in state.items()
         if name not in given
     }
-    replaced = {_name_without_adapter(name) for name in state if name in given}
+    replaced = {name_without_adapter(name) for name in state if name in given}
     present = {name: checkpoint.shapes[stored] for name, stored in checkpoint.names_for(model).items()}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     wrong = {
@@ -159,6 +162,18 @@ def _move_buffers(model: nn.Module, weights: Iterable[str], device: torch.device
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, key = name.rpartition(".")
     return model.get_submodule(path), key
+
+
+def move_to(model: nn.Module, name: str, device: torch.device) -> None:
+    """Move a module, parameter or buffer of a model to a device."""
+    owner, key = _owner(model, name)
+    value = getattr(owner, key)
+    if isinstance(value, nn.Module):
+        value.to(device)
+    elif key in owner._buffers:
+        owner._buffers[key] = value.to(device)
+    else:
+        value.data = value.data.to(device)
 
 
 def _some(names: list[str]) -> str:

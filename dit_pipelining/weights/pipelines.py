@@ -16,6 +16,8 @@ from torch import nn
 from dit_pipelining.errors import CheckpointError, ConfigError, ModelNotFoundError, NotATransformerError
 from dit_pipelining.weights.checkpoint import Checkpoint, has_variant, open_checkpoint
 from dit_pipelining.weights.empty import empty_model
+from dit_pipelining.weights.load import check_tensors
+from dit_pipelining.weights.quantised import QuantisedTransformer, chosen_quantisation, empty_quantised
 
 TRANSFORMERS = "diffusers.models.transformers."
 """Where diffusers keeps the classes of diffusion transformers."""
@@ -32,8 +34,6 @@ CONTRADICTING = {
     "use_safetensors": "a stage is read from safetensors files, and from no others",
     "use_flashpack": "a stage is read from safetensors files, and from no others",
     "disable_mmap": "a stage is read from mapped files",
-    "quantization_config": "a stage's weights are loaded as they are stored. Load the transformer with from_pretrained and "
-    "pass it as `transformer=`",
 }
 """Arguments of `from_pretrained` that a split pipeline cannot follow, and why."""
 
@@ -52,11 +52,26 @@ class EmptyTransformer:
         model: on the meta device.
         checkpoint: its weights; of one that the pipeline does not use, the error that reading them gave.
         torch_dtype: of the weights, as asked for.
+        quantised: how its quantised tensors are made, if they are.
     """
 
     model: nn.Module
     checkpoint: Checkpoint | CheckpointError
     torch_dtype: torch.dtype | None
+    quantised: QuantisedTransformer | None = None
+
+    def check_tensors(self) -> None:
+        """Compare the checkpoint's tensors with the model's; only headers are read.
+
+        Raises:
+            CheckpointError: lists what is wrong.
+        """
+        if isinstance(self.checkpoint, CheckpointError):
+            return
+        if self.quantised is not None:
+            self.quantised.check_tensors(self.model, self.checkpoint)
+        else:
+            check_tensors(self.model, self.checkpoint)
 
 
 def pipeline_folder(source: str | Path, *, variant: str | None = None, revision: str | None = None) -> Path:
@@ -191,7 +206,7 @@ def empty_transformers(
         if name in given:
             continue
         own = folder / name
-        torch_dtype = dtype.get(name, dtype.get("default")) if isinstance(dtype, Mapping) else dtype
+        torch_dtype = dtype_of(name, dtype)
         checkpoint: Checkpoint | CheckpointError
         try:
             checkpoint = open_checkpoint(own, variant if variant and has_variant(own, variant) else None)
@@ -200,11 +215,20 @@ def empty_transformers(
                 raise
             checkpoint = error
         config = cls.load_config(own)  # type: ignore[attr-defined]
-        refuse_quantised(own, config)
-        model = empty_model(cls, config, torch_dtype)
+        chosen = chosen_quantisation(name, given.get("quantization_config"))
+        quantised = None
+        if chosen is not None or config.get("quantization_config"):
+            model, quantised = empty_quantised(cls, own, config, chosen, torch_dtype)
+        else:
+            model = empty_model(cls, config, torch_dtype)
         model.register_to_config(_name_or_path=str(own))  # type: ignore[operator]
-        found[name] = EmptyTransformer(model, checkpoint, torch_dtype)
+        found[name] = EmptyTransformer(model, checkpoint, torch_dtype, quantised)
     return found
+
+
+def dtype_of(name: str, dtype: DtypeChoice) -> torch.dtype | None:
+    """The dtype chosen for a component's weights."""
+    return dtype.get(name, dtype.get("default")) if isinstance(dtype, Mapping) else dtype
 
 
 def unused_transformer(boundary_ratio: float | None) -> str | None:
@@ -215,22 +239,6 @@ def unused_transformer(boundary_ratio: float | None) -> str | None:
     loaded at that call.
     """
     return {0.0: "transformer_2", 1.0: "transformer"}.get(boundary_ratio) if boundary_ratio is not None else None
-
-
-def refuse_quantised(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose tensors are stored quantised.
-
-    Raises:
-        ConfigError: names the method.
-    """
-    quantisation = config.get("quantization_config")
-    if quantisation:
-        method = quantisation.get("quant_method", quantisation) if isinstance(quantisation, Mapping) else quantisation
-        raise ConfigError(
-            f"the weights in {folder} are stored quantised ({method}), and a stage reads tensors as a plain model has them. "
-            f"Load the transformer with from_pretrained, and pass it as {folder.name}=..., or split the loaded pipeline with "
-            "parallelize."
-        )
 
 
 @contextmanager
