@@ -51,7 +51,7 @@ from dit_pipelining.weights.pipelines import (
     without_components,
 )
 from dit_pipelining.weights.placement import ComponentSize, place_components
-from dit_pipelining.weights.quantised import refuse_cutting_quantised
+from dit_pipelining.weights.quantised import chosen_among, refuse_cutting_quantised
 from dit_pipelining.weights.single_files import with_files_opened
 from partitioners import Component, Partitioner
 
@@ -233,9 +233,14 @@ def _load(
     if is_modular:
         pipeline = load_modular(pipeline_class, folder, dtype, variant, {**components, **models, **loaded})
     else:
+        there = {**options, **models, **loaded}
+        chosen = options.pop("quantization_config", None)
+        there["quantization_config"] = chosen_among(index.keys() - there.keys(), chosen)
         with without_components(folder, [*models, *components, *loaded]) as rest:
-            pipeline = pipeline_class.from_pretrained(rest, **{**options, **models, **loaded})  # type: ignore[attr-defined]
+            pipeline = pipeline_class.from_pretrained(rest, **there)  # type: ignore[attr-defined]
             name_sources(pipeline, source, folder, loaded_from=rest)
+        if chosen is not None:
+            pipeline.quantization_config = chosen
     shards = cut_over_ranks(models, config, device)
     fill = {name: from_memory(model, device) for name, model in given.items()}
     fill |= {name: from_checkpoint(transformer, device, shards[name]) for name, transformer in empty.items()}

@@ -10,6 +10,7 @@ import io
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -133,6 +134,10 @@ def _bytes_of(tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:
     return flat
 
 
+def _bound(function: Callable[..., Any], owner: Any) -> MethodType:
+    return MethodType(function, owner)
+
+
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor], weights: bool) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -149,6 +154,12 @@ class _Pickler(pickle.Pickler):
             self._numbers[id(value)] = len(self.tensors)
             self.tensors.append(value if is_parameter else self._plain(value))
         return self._numbers[id(value)]
+
+    def reducer_override(self, value: Any) -> Any:
+        """A bound `functools.partial`, which torchao gives layers as a method, pickle would look up by a name."""
+        if isinstance(value, MethodType) and not hasattr(value.__func__, "__name__"):
+            return _bound, (value.__func__, value.__self__)
+        return NotImplemented
 
     def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
         plain = tensor.detach().resolve_conj().resolve_neg()

@@ -19,6 +19,7 @@ from dit_pipelining.weights.checkpoint import has_variant
 from dit_pipelining.weights.load import release_weights
 from dit_pipelining.weights.pipelines import name_source
 from dit_pipelining.weights.placement import ComponentSize, kind_of
+from dit_pipelining.weights.quantised import chosen_among
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.ckpt")
 
@@ -75,7 +76,7 @@ def load_on_owners(
         index: content of its model_index.json.
         owners: rank of each component, by name; a rank of the launch.
         helpers: other ranks that load it too, by name of the component.
-        options: `dtype` and `variant`, as `from_pretrained` takes them.
+        options: `dtype`, `variant` and `quantization_config`, as `from_pretrained` takes them.
         group: of the ranks that run the pipeline together, over gloo.
 
     Raises:
@@ -131,6 +132,7 @@ def _load(
     variant = options.get("variant")
     if variant is not None and not any(has_variant(folder / name, variant) for name in names):
         options = {**options, "variant": None}
+    options = {**options, "quantization_config": chosen_among(names, options.get("quantization_config"))}
     with tempfile.TemporaryDirectory() as made:
         for name in names:
             (Path(made) / name).symlink_to((folder / name).resolve())

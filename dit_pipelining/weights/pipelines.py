@@ -17,7 +17,7 @@ from dit_pipelining.errors import CheckpointError, ConfigError, ModelNotFoundErr
 from dit_pipelining.weights.checkpoint import Checkpoint, has_variant, open_checkpoint
 from dit_pipelining.weights.empty import empty_model
 from dit_pipelining.weights.load import check_tensors
-from dit_pipelining.weights.quantised import QuantisedTransformer, chosen_quantisation, empty_quantised
+from dit_pipelining.weights.quantised import QuantisedTransformer, check_chosen, chosen_for, empty_quantised
 
 TRANSFORMERS = "diffusers.models.transformers."
 """Where diffusers keeps the classes of diffusion transformers."""
@@ -199,6 +199,7 @@ def empty_transformers(
     found: dict[str, EmptyTransformer] = {}
     given = given or {}
     index = read_index(folder)
+    check_chosen(given.get("quantization_config"), index)
     unused = unused_transformer(given.get("boundary_ratio", index.get("boundary_ratio")))
     if variant and not any(has_variant(path, variant) for path in folder.iterdir() if path.is_dir()):
         raise CheckpointError(f"{folder} has no files of the variant {variant!r}. Leave `variant` out.")
@@ -215,7 +216,7 @@ def empty_transformers(
                 raise
             checkpoint = error
         config = cls.load_config(own)  # type: ignore[attr-defined]
-        chosen = chosen_quantisation(name, given.get("quantization_config"))
+        chosen = chosen_for(name, given.get("quantization_config"))
         quantised = None
         if chosen is not None or config.get("quantization_config"):
             model, quantised = empty_quantised(cls, own, config, chosen, torch_dtype)

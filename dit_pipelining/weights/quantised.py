@@ -7,7 +7,7 @@ a file holds; here it is done module by module, with what a stage holds, by the 
 does it on (torchao: the CPU; bitsandbytes: the GPU). So a tensor has the bits that it has in one process.
 """
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,20 +127,51 @@ class QuantisedTransformer:
                 )
 
 
-def chosen_quantisation(name: str, chosen: Any) -> Any:
-    """What the caller's configuration of a pipeline's quantisation says for one of its transformers, or None.
+def check_chosen(chosen: Any, index: Mapping[str, Any]) -> None:
+    """Check the caller's configuration of a pipeline's quantisation.
+
+    Args:
+        chosen: None, or a PipelineQuantizationConfig.
+        index: content of the pipeline's model_index.json.
 
     Raises:
-        ConfigError: it is no PipelineQuantizationConfig.
+        ConfigError: it is no such configuration, or names components that the pipeline does not have.
     """
     if chosen is None:
-        return None
+        return
     if not isinstance(chosen, PipelineQuantizationConfig):
         raise ConfigError(
             f"quantization_config is a {type(chosen).__name__}; for a pipeline it has to be diffusers' "
-            f'PipelineQuantizationConfig, for example PipelineQuantizationConfig(quant_mapping={{"{name}": ...}}).'
+            'PipelineQuantizationConfig, for example PipelineQuantizationConfig(quant_mapping={"transformer": ...}).'
         )
+    components = [name for name, entry in index.items() if isinstance(entry, list)]
+    unknown = sorted(set(chosen.quant_mapping or chosen.components_to_quantize or ()) - set(components))
+    if unknown:
+        raise ConfigError(
+            f"quantization_config names {', '.join(unknown)}, but the pipeline's components are {', '.join(components)}."
+        )
+
+
+def chosen_for(name: str, chosen: PipelineQuantizationConfig | None) -> Any:
+    """What the caller's configuration says for one transformer, or None."""
+    if chosen is None:
+        return None
     return deepcopy(chosen._resolve_quant_config(is_diffusers=True, module_name=name))  # quantizers change theirs
+
+
+def chosen_among(
+    names: Collection[str], chosen: PipelineQuantizationConfig | None
+) -> PipelineQuantizationConfig | None:
+    """The part of the caller's configuration that is about these components: diffusers warns of all others."""
+    if chosen is None:
+        return None
+    if chosen.quant_mapping is not None:
+        mapping = {name: own for name, own in chosen.quant_mapping.items() if name in names}
+        return PipelineQuantizationConfig(quant_mapping=mapping) if mapping else None
+    named = [name for name in chosen.components_to_quantize or names if name in names]
+    if not named:
+        return None
+    return PipelineQuantizationConfig(chosen.quant_backend, chosen.quant_kwargs, components_to_quantize=named)
 
 
 def empty_quantised(

@@ -10,7 +10,7 @@ from diffusers import GGUFQuantizationConfig
 
 from dit_pipelining.errors import CheckpointError, ConfigError, ModelNotFoundError
 from dit_pipelining.weights.pipelines import DtypeChoice, dtype_of, read_index, transformer_classes
-from dit_pipelining.weights.quantised import chosen_quantisation
+from dit_pipelining.weights.quantised import chosen_for
 
 ENDING = ".gguf"
 
@@ -44,7 +44,7 @@ def with_files_opened(folder: Path, components: Mapping[str, Any], dtype: DtypeC
                 f"{name}={str(value)!r}: there is no such file. Check the path, or download it first."
             )
         torch_dtype = dtype_of(name, dtype)
-        chosen = chosen_quantisation(name, components.get("quantization_config"))
+        chosen = chosen_for(name, components.get("quantization_config"))
         opened[name] = cls.from_single_file(
             mapped_gguf(path),
             config=str(folder / name),
