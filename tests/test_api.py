@@ -417,15 +417,3 @@ def test_an_unknown_profile_is_refused_before_anything_is_loaded(folder: Path, t
     case = CASES["WanTransformer3D@batch"]
     with pytest.raises(ConfigError, match="neither a profile"):
         split_model(build_model(case), 2, build_inputs(case), profile="fast-gpu")
-
-
-def test_a_checkpoint_that_is_stored_quantised_is_refused_with_what_to_do(
-    tmp_path: Path, two_ranks: ParallelConfig
-) -> None:
-    folder = checkpoints.wan(tmp_path / "wan")
-    path = folder / "transformer" / "config.json"
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "bitsandbytes"}})
-    )
-    with pytest.raises(ConfigError, match=r"quantised \(bitsandbytes\).*pass it as transformer="):
-        load_pipeline(folder, two_ranks)

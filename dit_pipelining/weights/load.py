@@ -71,7 +71,7 @@ def release_weights(model: nn.Module, kept: Iterable[str]) -> None:
             blank = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
             owner._parameters[key] = nn.Parameter(blank, requires_grad=parameter.requires_grad)
             if hasattr(owner, "init_8bit_state"):  # bitsandbytes' layers keep what they have quantised here, too
-                owner.state.CB = owner.state.SCB = None
+                vars(owner.state).update(CB=None, SCB=None)
 
 
 def check_tensors(
