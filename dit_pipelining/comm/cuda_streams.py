@@ -7,12 +7,15 @@ write but not the wait, hence the driver's own functions.
 
 import ctypes
 import functools
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import torch
 
 WAIT_GREATER_OR_EQUAL = 0
 """CU_STREAM_WAIT_VALUE_GEQ: cyclic, `(int32) (memory - value) >= 0`, so a counter may wrap around."""
+
+Item = TypeVar("Item")
 
 NON_BLOCKING = 1
 """CU_STREAM_NON_BLOCKING: does not wait for the default stream."""
@@ -34,6 +37,28 @@ def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
         torch.cuda.current_stream()  # initialises CUDA
         _check("cuStreamCreateWithPriority", ctypes.byref(handle), ctypes.c_uint(NON_BLOCKING), ctypes.c_int(priority))
     return torch.cuda.ExternalStream(handle.value or 0, device=device)
+
+
+def on_own_stream(items: Iterator[Item], device: torch.device) -> Iterator[Item]:
+    """Iterate so that what is made is made on a CUDA stream of its own, and what is done with it on the current one.
+
+    The two take turns on the GPU: each waits for all that was given to the other before.
+    """
+    if device.type != "cuda":
+        yield from items
+        return
+    own = new_stream(device)
+    while True:
+        caller = torch.cuda.current_stream(device)
+        own.wait_stream(caller)
+        with torch.cuda.stream(own):
+            try:
+                item = next(items)
+            except StopIteration:
+                break
+        caller.wait_stream(own)
+        yield item
+    torch.cuda.current_stream(device).wait_stream(own)
 
 
 def current_context() -> ctypes.c_void_p:

@@ -24,6 +24,38 @@ Work = dist.Work | Transfer
 
 
 @dataclass(frozen=True)
+class Link:
+    """One direction between two ranks, over a process group of its own.
+
+    Attributes:
+        source, target: ranks of the launch.
+        group: of the two.
+        backend: "gloo" or "nccl".
+    """
+
+    source: int
+    target: int
+    group: dist.ProcessGroup
+    backend: str
+
+    def send(self, tensor: torch.Tensor) -> Work:
+        """Post a send. The tensor must live until the work is waited for."""
+        return _from(tensor, lambda own: dist.isend(own, self.target, group=self.group), self.backend)
+
+    def receive(self, buffer: torch.Tensor) -> Work:
+        """Post a receive of what the source sends, in its order."""
+        return _into(buffer, lambda own: dist.irecv(own, self.source, group=self.group), self.backend)
+
+    def warm_up(self, device: torch.device) -> None:
+        """A first transfer: what NCCL makes for it would else hold up the GPU in the middle of the work."""
+        probe = torch.zeros(1, device=device)
+        if dist.get_rank() == self.source:
+            self.send(probe).wait()
+        elif dist.get_rank() == self.target:
+            self.receive(probe).wait()
+
+
+@dataclass(frozen=True)
 class ReplicaLinks:
     """How the ranks of one replica pass data on.
 
@@ -35,7 +67,7 @@ class ReplicaLinks:
     """
 
     ranks: tuple[int, ...]
-    hops: tuple[dist.ProcessGroup, ...]
+    hops: tuple[Link, ...]
     results: dist.ProcessGroup
     backend: str
 
@@ -46,13 +78,11 @@ class ReplicaLinks:
 
     def receive(self, stage: int, buffers: Sequence[torch.Tensor]) -> list[Work]:
         """Post the receives of what the stage before `stage` sends, in its order."""
-        source, group = self.ranks[stage - 1], self.hops[stage - 1]
-        return [self._into(buffer, lambda own: dist.irecv(own, source, group=group)) for buffer in buffers]
+        return [self.hops[stage - 1].receive(buffer) for buffer in buffers]
 
     def send(self, stage: int, tensors: Sequence[torch.Tensor]) -> list[Work]:
         """Post the sends from `stage` to the next one. The tensors must live until the works are waited for."""
-        target, group = self.ranks[stage + 1], self.hops[stage]
-        return [self._from(tensor, lambda own: dist.isend(own, target, group=group)) for tensor in tensors]
+        return [self.hops[stage].send(tensor) for tensor in tensors]
 
     def share(self, tensors: Sequence[torch.Tensor]) -> list[Work]:
         """Post the broadcast of a result: from the root's tensors into the others'."""
@@ -60,14 +90,8 @@ class ReplicaLinks:
         def post(own: torch.Tensor) -> dist.Work | None:
             return dist.broadcast(own, self.root, group=self.results, async_op=True)
 
-        start = self._from if dist.get_rank() == self.root else self._into
-        return [start(tensor, post) for tensor in tensors]
-
-    def _into(self, buffer: torch.Tensor, post: Post) -> Work:
-        return start_receive(buffer, post) if self.backend == "gloo" else _posted(post(buffer))
-
-    def _from(self, tensor: torch.Tensor, post: Post) -> Work:
-        return start_send(tensor, post) if self.backend == "gloo" else _posted(post(tensor))
+        start = _from if dist.get_rank() == self.root else _into
+        return [start(tensor, post, self.backend) for tensor in tensors]
 
 
 def make_links(mesh: Mesh, timeout: timedelta, device: torch.device, backend: str = "gloo") -> list[ReplicaLinks]:
@@ -76,19 +100,18 @@ def make_links(mesh: Mesh, timeout: timedelta, device: torch.device, backend: st
     def group(ranks: Sequence[int]) -> dist.ProcessGroup:
         return new_group(mesh.in_all_lines(ranks), timeout, backend, group_options(backend))
 
+    def link(source: int, target: int) -> Link:
+        return Link(mesh.line[source], mesh.line[target], group([source, target]), backend)
+
     links = []
     for replica in range(mesh.replicas):
-        hops = tuple(group([one, other]) for one, other in pairwise(mesh.ranks_of(replica)))
+        hops = tuple(link(one, other) for one, other in pairwise(mesh.ranks_of(replica)))
         links.append(ReplicaLinks(tuple(mesh.world_ranks_of(replica)), hops, group(range(mesh.size)), backend))
-    for replica, own in enumerate(links):
-        probe = torch.zeros(1, device=device)
-        if replica == mesh.replica:
-            # First stage first: no rank waits for a receive before its own can be sent.
-            if mesh.stage:
-                _wait(own.receive(mesh.stage, [probe]))
-            if mesh.stage < mesh.pipeline_size - 1:
-                _wait(own.send(mesh.stage, [probe]))
-        _wait(own.share([probe]))
+    for own in links:
+        for hop in own.hops:  # first stage first: no rank waits for a receive before its own can be sent
+            hop.warm_up(device)
+        for work in own.share([torch.zeros(1, device=device)]):
+            work.wait()
     return links
 
 
@@ -101,11 +124,14 @@ def group_options(backend: str) -> Any:
     return options
 
 
+def _into(buffer: torch.Tensor, post: Post, backend: str) -> Work:
+    return start_receive(buffer, post) if backend == "gloo" else _posted(post(buffer))
+
+
+def _from(tensor: torch.Tensor, post: Post, backend: str) -> Work:
+    return start_send(tensor, post) if backend == "gloo" else _posted(post(tensor))
+
+
 def _posted(work: dist.Work | None) -> dist.Work:
     assert work is not None  # this rank is in the group
     return work
-
-
-def _wait(works: Sequence[Work]) -> None:
-    for work in works:
-        work.wait()

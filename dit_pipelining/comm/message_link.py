@@ -1,17 +1,20 @@
 """Messages from one rank to another: a header of fixed size over the host, then the tensors that it announces.
 
 [Note: messages]
-The header goes when the tensors are there to be sent, so the receiver posts their receive when it can be served: an NCCL
-kernel that waits would take multiprocessors from the stages. A thread receives ahead of the computation, into two buffers
-in turn: while one message is computed with, the next one arrives. On CUDA the buffer's next receive waits for the
-computation that read it, and the computation for the receive, both on the device.
+Over process groups the header goes when the tensors are there to be sent, so the receiver posts their receive when it can be
+served: an NCCL kernel that waits would take multiprocessors from the stages. A thread receives ahead of the computation,
+into two buffers in turn: while one message is computed with, the next one arrives. On CUDA the buffer's next receive waits
+for the computation that read it, and the computation for the receive, both on the device.
+
+Between GPUs of one host the tensors take a channel of peer copies. Then the header goes at once: it tells the host what to
+give to its GPU, which waits for the tensors itself (peer_messages.py).
 """
 
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +22,13 @@ import torch
 import torch.distributed as dist
 
 from dit_pipelining.comm.cuda_streams import new_stream
-from dit_pipelining.comm.host_memory import Transfer, start_receive, start_send
+from dit_pipelining.comm.links import Link
+from dit_pipelining.comm.peer_channels import Channel
 
 Layout = tuple[tuple[int, ...], torch.dtype]
+
+Layouts = Callable[[torch.Tensor], Sequence[Layout]]
+"""The tensors that a header announces."""
 
 BUFFERS = 2
 """Messages a receiver holds: one in use, one arriving."""
@@ -39,27 +46,41 @@ class Direction:
     Attributes:
         source, target: ranks.
         headers: a gloo group of the two.
-        data: the group the tensors take: over gloo or NCCL.
-        backend: of `data`.
+        data: what the tensors take; None on ranks that are neither of the two.
     """
 
     source: int
     target: int
     headers: dist.ProcessGroup
-    data: dist.ProcessGroup
-    backend: str
+    data: Link | Channel | None
+
+    def send_header(self, header: torch.Tensor) -> dist.Work:
+        """Post a send of a header, which must live until the work is waited for."""
+        work = dist.isend(header, self.target, group=self.headers)
+        assert work is not None  # this rank is in the group
+        return work
+
+    def receive_header(self, length: int) -> torch.Tensor:
+        """Wait for a header."""
+        header = torch.empty(length, dtype=torch.float64)
+        work = dist.irecv(header, self.source, group=self.headers)
+        assert work is not None  # this rank is in the group
+        work.wait()
+        return header
 
 
 class Sender:
-    """The end of a direction that messages are sent from.
+    """The end of a direction over a process group that messages are sent from.
 
     Args:
         direction: this rank is its source.
+        link: that the tensors take.
         device: of the tensors.
     """
 
-    def __init__(self, direction: Direction, device: torch.device) -> None:
+    def __init__(self, direction: Direction, link: Link, device: torch.device) -> None:
         self.direction = direction
+        self.link = link
         self.device = device
         self.error: BaseException | None = None
         self._unfinished: deque[tuple[Any, Any]] = deque()
@@ -99,14 +120,13 @@ class Sender:
             self.error = error
 
     def _post(self, header: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        own = self.direction
-        self._keep(dist.isend(header, own.target, group=own.headers), header)
+        self._keep(self.direction.send_header(header), header)
         for tensor in tensors:
             if tensor.device.type == "cuda":
                 tensor.record_stream(
                     torch.cuda.current_stream(self.device)
                 )  # a wait for the work is one of the stream only
-            self._keep(_start_send(own, tensor), tensor)
+            self._keep(self.link.send(tensor), tensor)
 
     def _keep(self, work: Any, tensor: torch.Tensor) -> None:
         self._unfinished.append((work, tensor))
@@ -129,17 +149,86 @@ class Message:
 
     header: torch.Tensor
     tensors: list[torch.Tensor]
-    arrived: Any
-    buffer: Any
+    arrived: Any = None
+    buffer: Any = None
 
 
-class Receiver:
-    """The end of a direction where messages arrive.
+class Headers:
+    """What has arrived in a direction, taken in by a thread.
 
     Args:
         direction: this rank is its target.
+        length: numbers in a header.
+        is_last: whether nothing comes after this header.
+        seconds: how long to wait for a message.
+    """
+
+    def __init__(
+        self, direction: Direction, length: int, is_last: Callable[[torch.Tensor], bool], seconds: float
+    ) -> None:
+        self.direction = direction
+        self.seconds = seconds
+        self._length = length
+        self._is_last = is_last
+        self._arrived: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
+        self._first: Message | BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="receiver", daemon=True)
+        self._thread.start()
+
+    def peek(self) -> torch.Tensor | None:
+        """The header of the next message, if it is there."""
+        if self._first is None:
+            try:
+                self._first = self._arrived.get_nowait()
+            except queue.Empty:
+                return None
+        if isinstance(self._first, BaseException):
+            raise self._first
+        return self._first.header
+
+    def close(self) -> None:
+        """Wait for the thread, which ends with the last message."""
+        self._thread.join(SECONDS_TO_LEAVE)
+
+    def take(self) -> Message:
+        """The next message.
+
+        Raises:
+            TimeoutError: none came in time.
+        """
+        message, self._first = self._first, None
+        try:
+            message = message or self._arrived.get(timeout=self.seconds)
+        except queue.Empty:
+            raise TimeoutError(
+                f"rank {self.direction.target} got no message from rank {self.direction.source} within {self.seconds:.0f} s."
+            ) from None
+        if isinstance(message, BaseException):
+            raise message
+        return message
+
+    def _work(self) -> None:
+        try:
+            last = False
+            while not last:
+                header = self.direction.receive_header(self._length)
+                last = self._is_last(header)
+                self._arrived.put(self._message(header))
+        except BaseException as error:
+            self._arrived.put(error)
+
+    def _message(self, header: torch.Tensor) -> Message:
+        return Message(header, [])
+
+
+class Receiver(Headers):
+    """The end of a direction over a process group where messages arrive.
+
+    Args:
+        direction: this rank is its target.
+        link: that the tensors take.
         device: of the tensors.
-        header_length: numbers in a header.
+        length: numbers in a header.
         layouts: the tensors that a header announces.
         is_last: whether nothing comes after this header.
         seconds: how long to wait for a message.
@@ -148,25 +237,22 @@ class Receiver:
     def __init__(
         self,
         direction: Direction,
+        link: Link,
         device: torch.device,
-        header_length: int,
-        layouts: Callable[[torch.Tensor], Sequence[Layout]],
+        length: int,
+        layouts: Layouts,
         is_last: Callable[[torch.Tensor], bool],
         seconds: float,
     ) -> None:
-        self.direction = direction
+        self.link = link
         self.device = device
-        self.seconds = seconds
-        self._length = header_length
         self._layouts = layouts
-        self._is_last = is_last
         self._stream = new_stream(device) if device.type == "cuda" else None
         self._buffers = [
             _Buffer(torch.empty(0, dtype=torch.uint8, device=device), threading.Semaphore()) for _ in range(BUFFERS)
         ]
-        self._arrived: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="receiver", daemon=True)
-        self._thread.start()
+        self._number = 0
+        super().__init__(direction, length, is_last, seconds)
 
     @contextmanager
     def next(self) -> Iterator[Message]:
@@ -175,14 +261,7 @@ class Receiver:
         Raises:
             TimeoutError: none came in time.
         """
-        try:
-            message = self._arrived.get(timeout=self.seconds)
-        except queue.Empty:
-            raise TimeoutError(
-                f"rank {self.direction.target} got no message from rank {self.direction.source} within {self.seconds:.0f} s."
-            ) from None
-        if isinstance(message, BaseException):
-            raise message
+        message = self.take()
         if message.arrived is not None:
             torch.cuda.current_stream(self.device).wait_event(message.arrived)
         yield message
@@ -190,30 +269,14 @@ class Receiver:
             message.buffer.done = torch.cuda.current_stream(self.device).record_event()
         message.buffer.free.release()
 
-    @property
-    def has_message(self) -> bool:
-        """Whether `next` would not have to wait."""
-        return not self._arrived.empty()
-
-    def close(self) -> None:
-        """Wait for the thread, which ends with the last message."""
-        self._thread.join(SECONDS_TO_LEAVE)
-
-    def _work(self) -> None:
-        try:
-            number, last = 0, False
-            while not last:
-                header = _receive_header(self.direction, self._length)
-                last = self._is_last(header)
-                buffer = self._buffers[number % BUFFERS]
-                number += 1
-                buffer.free.acquire()
-                with torch.cuda.stream(self._stream) if self._stream is not None else _nothing():
-                    tensors = self._receive(buffer, self._layouts(header))
-                    arrived = self._stream.record_event() if self._stream is not None else None
-                self._arrived.put(Message(header, tensors, arrived, buffer))
-        except BaseException as error:
-            self._arrived.put(error)
+    def _message(self, header: torch.Tensor) -> Message:
+        buffer = self._buffers[self._number % BUFFERS]
+        self._number += 1
+        buffer.free.acquire()
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            tensors = self._receive(buffer, self._layouts(header))
+            arrived = self._stream.record_event() if self._stream is not None else None
+        return Message(header, tensors, arrived, buffer)
 
     def _receive(self, buffer: _Buffer, layouts: Sequence[Layout]) -> list[torch.Tensor]:
         sizes = [_aligned(torch.Size(shape).numel() * dtype.itemsize) for shape, dtype in layouts]
@@ -225,60 +288,11 @@ class Receiver:
         for (shape, dtype), size in zip(layouts, sizes, strict=True):
             part = buffer.memory[offset : offset + torch.Size(shape).numel() * dtype.itemsize]
             tensors.append(part.view(dtype).view(shape))
-            works.append(_start_receive(self.direction, tensors[-1]))
+            works.append(self.link.receive(tensors[-1]))
             offset += size
         for work in works:
             work.wait()
         return tensors
-
-
-def warm_up(directions: Sequence[Direction], device: torch.device) -> None:
-    """A transfer in each direction, one after the other; all their ranks call this.
-
-    What NCCL makes at the first transfer would else hold up the GPU in the middle of a stream.
-    """
-    for own in directions:
-        probe = torch.zeros(1, device=device)
-        if dist.get_rank() == own.source:
-            _start_send(own, probe).wait()
-        elif dist.get_rank() == own.target:
-            _start_receive(own, probe).wait()
-
-
-def receive_one(direction: Direction, header_length: int, layouts: Sequence[Layout], device: torch.device) -> list[Any]:
-    """The tensors of one message, for directions that are used now and then: received when they are asked for."""
-    _receive_header(direction, header_length)
-    tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in layouts]
-    for work in [_start_receive(direction, tensor) for tensor in tensors]:
-        work.wait()
-    return tensors
-
-
-def _receive_header(direction: Direction, length: int) -> torch.Tensor:
-    header = torch.empty(length, dtype=torch.float64)
-    work = dist.irecv(header, direction.source, group=direction.headers)
-    assert work is not None  # this rank is in the group
-    work.wait()
-    return header
-
-
-def _start_send(direction: Direction, tensor: torch.Tensor) -> Any:
-    if direction.backend == "gloo":
-        return start_send(tensor, lambda part: dist.isend(part, direction.target, group=direction.data))
-    return dist.isend(tensor, direction.target, group=direction.data)
-
-
-def _start_receive(direction: Direction, tensor: torch.Tensor) -> "dist.Work | Transfer":
-    if direction.backend == "gloo":
-        return start_receive(tensor, lambda part: dist.irecv(part, direction.source, group=direction.data))
-    work = dist.irecv(tensor, direction.source, group=direction.data)
-    assert work is not None  # this rank is in the group
-    return work
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def _aligned(size: int) -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from dit_pipelining.comm.cuda_streams import wait_value, write_value
+from dit_pipelining.comm.cuda_streams import current_context, enter_context, new_stream, wait_value, write_value
 from dit_pipelining.comm.peer_memory import PeerMemory
 
 SLOTS = 2
@@ -65,6 +65,8 @@ class Channel:
         if self.count > SLOTS:
             wait_value(stream, self.memory.address(self.source, self.taken), self.count - SLOTS)
         offset = self._slot()
+        if (size := slot_bytes([tensor.nbytes for tensor in tensors])) > self.capacity:
+            raise ValueError(f"a message of {size} bytes does not fit into a slot of {self.capacity} bytes")
         for tensor in tensors:
             self.memory.view(self.target, offset, tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
             offset += _aligned(tensor.nbytes)
@@ -122,6 +124,9 @@ class PeerChannels:
         self, regions: Mapping[str, Region], rank: int, size: int, group: dist.ProcessGroup, device: torch.device
     ) -> None:
         self.rank = rank
+        # Made now: when it is needed, another thread waits for the GPU, and the driver may make no streams meanwhile.
+        self._releasing = new_stream(device, priority=-1)
+        self._context = current_context()
         counters = _aligned(len(regions) * (1 + size) * COUNTER_BYTES)
         self.memory = PeerMemory(counters + SLOTS * sum(own.capacity for own in regions.values()), group, device)
         self._channels: dict[tuple[str, int, int], Channel] = {}
@@ -140,11 +145,12 @@ class PeerChannels:
         """A channel that starts or ends at this rank."""
         return self._channels[region, source, target]
 
-    def release_waits(self, stream: torch.cuda.Stream) -> None:
-        """Let every wait of this rank's other streams end, after an error; the data they wait for never comes."""
+    def release_waits(self) -> None:
+        """Let every wait of this rank's streams end, after an error; the data they wait for never comes. Any thread may."""
+        enter_context(self._context)
         for channel in self._channels.values():
             counter = channel.arrived if channel.target == self.rank else channel.taken
-            write_value(stream, self.memory.address(self.rank, counter), channel.count + RELEASED)
+            write_value(self._releasing, self.memory.address(self.rank, counter), channel.count + RELEASED)
 
 
 def _aligned(size: int) -> int:

@@ -5,7 +5,6 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from dit_pipelining.comm.cuda_streams import current_context, enter_context, new_stream
 from dit_pipelining.comm.mesh import Mesh
 from dit_pipelining.comm.peer_channels import Channel, PeerChannels, Region
 
@@ -27,9 +26,6 @@ class PeerLinks:
         self.hop_bytes = 0
         self.result_bytes = 0
         self.channels: PeerChannels | None = None
-        # Made now: when it is needed, another thread waits for the GPU, and the driver may make no streams meanwhile.
-        self._releasing = new_stream(device, priority=-1)
-        self._context = current_context()
         self.incoming: Channel | None = None
         self.outgoing: Channel | None = None
         self.results_from: dict[int, Channel] = {}
@@ -46,10 +42,9 @@ class PeerLinks:
         self._connect()
 
     def release_waits(self) -> None:
-        """Let every wait of this rank's streams end, after an error; the data they wait for never comes. Any thread may."""
+        """Let every wait of this rank's streams end, after an error."""
         if self.channels is not None:
-            enter_context(self._context)
-            self.channels.release_waits(self._releasing)
+            self.channels.release_waits()
 
     def _connect(self) -> None:
         mesh = self.mesh

@@ -2,13 +2,17 @@
 
 import torch
 
-from dit_pipelining.comm.message_link import Direction, Receiver, Sender, receive_one
-from dit_pipelining.stream.head import given_streams
+from dit_pipelining.comm.message_link import Direction, Receiver, Sender
+from dit_pipelining.comm.peer_channels import Channel
+from dit_pipelining.comm.peer_messages import PeerReceiver, PeerSender
 from dit_pipelining.stream.layouts import Layouts
 from dit_pipelining.stream.links import StreamLinks
-from dit_pipelining.stream.micro_step import Header, Kind, MicroStep, decode, encode
+from dit_pipelining.stream.micro_step import Header, Kind, decode, encode
 from dit_pipelining.stream.noise import NoiseSource
 from dit_pipelining.stream.stage import StreamStage
+
+AnySender = Sender | PeerSender
+AnyReceiver = Receiver | PeerReceiver
 
 
 class Ends:
@@ -28,43 +32,41 @@ class Ends:
         self.noise = noise
         self.length = length
         self.seconds = seconds
-        self._senders: list[Sender] = []
-        self._receivers: list[Receiver] = []
+        self._senders: list[AnySender] = []
+        self._receivers: list[AnyReceiver] = []
 
     def header(self, kind: Kind) -> torch.Tensor:
         """The header of a message that is nothing else."""
         return encode(Header(kind), self.length)
 
-    def sender(self, direction: Direction) -> Sender:
-        self._senders.append(Sender(direction, self.stage.device))
+    def sender(self, direction: Direction) -> AnySender:
+        """An end where messages leave."""
+        data, device = direction.data, self.stage.device
+        assert data is not None
+        if isinstance(data, Channel):
+            self._senders.append(PeerSender(direction, data, device))
+        else:
+            self._senders.append(Sender(direction, data, device))
         return self._senders[-1]
 
-    def receiver(self, direction: Direction) -> Receiver:
+    def receiver(self, direction: Direction) -> AnyReceiver:
         """An end where messages arrive until the last one, which must come before `close`."""
         layouts = Layouts(self.stage, self.noise)
         ways = {
             id(self.links.back): layouts.returned,
+            id(self.links.fresh): layouts.fresh,
             id(self.links.twin): layouts.rows,
             id(self.links.flow): layouts.flow,
         }
         way = ways.get(id(direction), layouts.hop)
-        end = float(Kind.END)
-        self._receivers.append(
-            Receiver(
-                direction, self.stage.device, self.length, way, lambda header: float(header[0]) == end, self.seconds
-            )
-        )
+        data, device, end = direction.data, self.stage.device, float(Kind.END)
+        assert data is not None
+        rest = (self.length, way, lambda header: float(header[0]) == end, self.seconds)
+        if isinstance(data, Channel):
+            self._receivers.append(PeerReceiver(direction, data, device, *rest))
+        else:
+            self._receivers.append(Receiver(direction, data, device, *rest))
         return self._receivers[-1]
-
-    def fresh(self, step: MicroStep) -> list[tuple[int, torch.Tensor]]:
-        """What sources gave for first passes in this step, by stream; on the last rank."""
-        streams = given_streams(step)
-        if not streams:
-            return []
-        assert self.links.fresh is not None
-        layout = ((len(streams), *self.noise.shape[1:]), self.noise.dtype)
-        (latents,) = receive_one(self.links.fresh, self.length, [layout], self.stage.device)
-        return list(zip(streams, latents.split(1), strict=True))
 
     def close(self) -> None:
         """Wait until everything is sent and the last messages have come."""
@@ -75,7 +77,7 @@ class Ends:
         self._senders, self._receivers = [], []
 
 
-def until_the_end(receiver: Receiver) -> None:
+def until_the_end(receiver: AnyReceiver) -> None:
     """Take messages until the last one."""
     kind = Kind.IDLE
     while kind is not Kind.END:

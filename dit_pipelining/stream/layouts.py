@@ -1,11 +1,13 @@
 """Layouts: which tensors follow a header, by the direction that it comes from."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from dit_pipelining.comm.message_link import Layout
-from dit_pipelining.stream.head import returned_rows
+from dit_pipelining.comm.peer_channels import slot_bytes
+from dit_pipelining.stream.head import given_streams, returned_rows
 from dit_pipelining.stream.micro_step import Kind, decode
 from dit_pipelining.stream.noise import NoiseSource
 from dit_pipelining.stream.stage import StreamStage
@@ -37,6 +39,11 @@ class Layouts:
         count = len(returned_rows(step, self.stage.spec)) if step is not None else 0
         return [self._latents(count, self.noise.dtype)] if count else []
 
+    def fresh(self, header: torch.Tensor) -> list[Layout]:
+        """From the first stage to the last: what sources gave for first passes."""
+        step = decode(header).micro_step
+        return [self._latents(len(given_streams(step)), self.noise.dtype)] if step is not None else []
+
     def rows(self, header: torch.Tensor) -> list[Layout]:
         """From the first stage to the twin's: the latents of all rows."""
         step = decode(header).micro_step
@@ -47,5 +54,20 @@ class Layouts:
         step = decode(header).micro_step
         return [self._latents(len(step.rows), self.stage.dtype)] if step is not None else []
 
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the largest message of each kind of direction."""
+        spec = self.stage.spec
+        prompt = self.stage.prompts.example.nbytes
+        rows, flow = (
+            slot_bytes([_bytes(self._latents(spec.max_rows, dtype))]) for dtype in (self.noise.dtype, self.stage.dtype)
+        )
+        hop = max(self.stage.largest_hop(), slot_bytes([prompt]))
+        return {"hop": hop, "back": rows, "fresh": rows, "twin": rows, "flow": flow}
+
     def _latents(self, count: int, dtype: torch.dtype) -> Layout:
         return (count, *self.noise.shape[1:]), dtype
+
+
+def _bytes(layout: Layout) -> int:
+    shape, dtype = layout
+    return math.prod(shape) * dtype.itemsize

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from dit_pipelining.comm.message_link import Direction, Message, Receiver, Sender
-from dit_pipelining.stream.ends import Ends, until_the_end
-from dit_pipelining.stream.head import Source, StreamHead, Tick
+from dit_pipelining.comm.message_link import Direction, Message
+from dit_pipelining.stream.ends import AnyReceiver, AnySender, Ends, until_the_end
+from dit_pipelining.stream.head import Source, StreamHead, Tick, given_streams
 from dit_pipelining.stream.links import StreamLinks
 from dit_pipelining.stream.micro_step import NOTED, Header, Kind, MicroStep, decode, encode, header_length, noted
 from dit_pipelining.stream.noise import NoiseSource
@@ -77,7 +77,8 @@ class StreamRank:
         self.noted = torch.zeros(num_stages, NOTED, dtype=torch.float64)
         self._length = header_length(stage.spec, num_stages)
         self._ends = Ends(links, stage, noise, self._length, seconds)
-        self._flow: Receiver | None = None
+        self._flow: AnyReceiver | None = None
+        self._fresh: AnyReceiver | None = None
 
     def run(self, sources: Sequence[Source]) -> Iterator[FinishedChunk]:
         """Run until the sources end; all ranks call this, and iterate to the end.
@@ -102,6 +103,7 @@ class StreamRank:
         twin = self._ends.sender(links.twin) if links.twin is not None else None
         tail = self._tail() if onward is None else None
         followers = [sender for sender in (onward, twin) if sender is not None]
+        every = [sender for sender in (onward, twin, fresh) if sender is not None]
         spoken = time.monotonic()
         while not head.finished:
             self.stage.wait_for_room()
@@ -133,14 +135,14 @@ class StreamRank:
                 yield from finished
             elif onward is not None:
                 onward.send(header, outputs)
-        for follower in followers:
-            follower.send(self._ends.header(Kind.END))
+        for sender in every:
+            sender.send(self._ends.header(Kind.END))
         if back is not None:
             until_the_end(back)
         if tail is not None:
-            self._end_of_flow()
+            self._end_of_messages()
 
-    def _announce(self, tick: Tick, onward: Sender | None) -> None:
+    def _announce(self, tick: Tick, onward: AnySender | None) -> None:
         """What the other ranks have to know before the rows of a tick."""
         assert tick.step is not None
         if self.rebalancing is not None and tick.step.tick % REBALANCE_TICKS == REBALANCE_TICKS - 1:
@@ -153,9 +155,18 @@ class StreamRank:
             if onward is not None:
                 onward.send(encode(Header(Kind.PROMPT, numbers=(stream, chunk)), self._length), [prompt])
 
-    def _take_back(self, head: StreamHead, step: MicroStep, back: Receiver) -> None:
-        """Take what has come back, and wait for what the rows of a step need."""
-        while back.has_message or not head.has_latents(step):
+    def _take_back(self, head: StreamHead, step: MicroStep, back: AnyReceiver) -> None:
+        """Take what has come back, and wait for what the rows of a step need.
+
+        Not what comes of later ticks: where tensors take peer copies, a header says what will be, not what is there.
+        """
+
+        def is_due() -> bool:
+            header = back.peek()
+            known = None if header is None else decode(header).micro_step
+            return known is not None and known.tick <= step.tick - self.num_stages
+
+        while not head.has_latents(step) or is_due():
             with back.next() as message:
                 known = decode(message.header).micro_step
                 if known is not None:
@@ -180,7 +191,7 @@ class StreamRank:
                     self._note(message.header)
                     outputs = self._execute(header.micro_step, message)
                     if tail is not None:
-                        fresh = self._ends.fresh(header.micro_step)
+                        fresh = self._take_fresh(header.micro_step)
                         finished, going_on = self._finish(tail, header.micro_step, outputs, fresh)
                         if going_on is not None or self.rebalancing is not None:
                             onward.send(message.header, [] if going_on is None else [going_on])
@@ -201,7 +212,7 @@ class StreamRank:
                 self._move(partition)
             yield from finished
         if tail is not None:
-            self._end_of_flow()
+            self._end_of_messages()
 
     def _upstream(self) -> Direction:
         direction = self.links.hops[self.index - 1] if self.index else self.links.twin
@@ -222,7 +233,9 @@ class StreamRank:
     # ---- the last rank --------------------------------------------------------------------------------------------------
 
     def _tail(self) -> StreamTail:
-        self._flow = self._ends.receiver(self.links.flow) if self.links.flow is not None else None
+        links = self.links
+        self._flow = self._ends.receiver(links.flow) if links.flow is not None else None
+        self._fresh = self._ends.receiver(links.fresh) if links.fresh is not None else None
         return StreamTail(self.stage.spec, self.noise, self.guidance_scale)
 
     def _finish(
@@ -240,9 +253,20 @@ class StreamRank:
                 if message.tensors:  # else it only says that the twin is there
                     return tail.finish(step, flow, fresh, message.tensors[0].clone())
 
-    def _end_of_flow(self) -> None:
-        if self._flow is not None:
-            until_the_end(self._flow)
+    def _take_fresh(self, step: MicroStep) -> list[tuple[int, torch.Tensor]]:
+        """What sources gave for first passes in this step, by stream."""
+        streams = given_streams(step)
+        if not streams:
+            return []
+        assert self._fresh is not None
+        with self._fresh.next() as message:
+            latents = message.tensors[0].clone()
+        return list(zip(streams, latents.split(1), strict=True))
+
+    def _end_of_messages(self) -> None:
+        for receiver in (self._flow, self._fresh):
+            if receiver is not None:
+                until_the_end(receiver)
 
     # ---- moving blocks -----------------------------------------------------------------------------------------------
 

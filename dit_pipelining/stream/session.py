@@ -11,13 +11,16 @@ import torch.distributed as dist
 
 from dit_pipelining.capture.graph import CaptureCache
 from dit_pipelining.capture.signature import bind
+from dit_pipelining.comm.cuda_streams import on_own_stream
 from dit_pipelining.errors import ConfigError, InputError
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.runtime.attach import EXECUTOR, rolling_of
 from dit_pipelining.runtime.owned import on_this_rank, owner_of
+from dit_pipelining.stream.checks import check_model, check_span, latent_shape
 from dit_pipelining.stream.executor import run_in_one_process
 from dit_pipelining.stream.head import Pending, Source, StreamInput, endless
 from dit_pipelining.stream.kv_cache import DistributedKVCache
+from dit_pipelining.stream.layouts import Layouts
 from dit_pipelining.stream.links import make_stream_links
 from dit_pipelining.stream.motion import MotionNoise
 from dit_pipelining.stream.noise import NoiseSource
@@ -25,7 +28,7 @@ from dit_pipelining.stream.prompts import Prompts
 from dit_pipelining.stream.rank import StreamRank
 from dit_pipelining.stream.rebalance import Rebalancing
 from dit_pipelining.stream.spec import StreamSpec
-from dit_pipelining.stream.stage import StreamStage, check_model
+from dit_pipelining.stream.stage import StreamStage
 from dit_pipelining.stream.tail import FinishedChunk
 from dit_pipelining.stream.vae import StreamVAE
 from dit_pipelining.stream.vae_speed import speed_up
@@ -100,7 +103,7 @@ class VideoStream:
         prompts = [prompt] * spec.streams if isinstance(prompt, str) else list(prompt)
         if len(prompts) != spec.streams:
             raise InputError(f"{len(prompts)} prompts for {spec.streams} streams; give one, or one per stream.")
-        self.shape = _latent_shape(pipeline, spec, height, width)
+        self.shape = latent_shape(pipeline, spec, height, width)
         check_model(model, spec, self.shape)
         check_span(model, spec)
         self.device = self.rolling.device if self.rolling is not None else model.device
@@ -198,7 +201,7 @@ class VideoStream:
         with self.rolling.guard.call():
             self._is_running = True
             try:
-                yield from self._rank.run(given)
+                yield from on_own_stream(self._rank.run(given), self.device)
             finally:
                 self._is_running = False
 
@@ -255,9 +258,11 @@ class VideoStream:
         executor = self.pipeline.transformer.__dict__[EXECUTOR]
         seconds = executor.config.timeout_seconds
         rebalancing = Rebalancing(executor) if executor.rebalancer is not None and mesh.replicas == 1 else None
-        backend = "gloo" if self.rolling.transport == "host" else "nccl"
         pipelines = [mesh.ranks_of(replica) for replica in range(mesh.replicas)]
-        links = make_stream_links(pipelines, timedelta(seconds=seconds), backend, self.device)
+        sizes = Layouts(self.stages[0], self.noise).sizes()
+        links = make_stream_links(pipelines, timedelta(seconds=seconds), self.rolling.transport, self.device, sizes)
+        self.rolling.guard.on_failure(links.release_waits)
+        self.rolling.guard.on_beat(self._check_overdue)
         return StreamRank(
             self.stages[0],
             self.stage_index,
@@ -269,6 +274,13 @@ class VideoStream:
             is_twin=mesh.replica == 1,
             guidance_scale=self.spec.guidance_scale,
         )
+
+    def _check_overdue(self) -> str | None:
+        spent = max(stage.seconds_unfinished() for stage in self.stages)
+        limit = self.pipeline.transformer.__dict__[EXECUTOR].config.timeout_seconds
+        if spent < limit:
+            return None
+        return f"has had a micro-step of a stream in flight for {spent:.0f} s (ParallelConfig.timeout_seconds)."
 
     def _split(self, text: torch.Tensor) -> SplitModel:
         model = self.pipeline.transformer
@@ -285,24 +297,3 @@ class VideoStream:
         captures = CaptureCache(model)
         graph = captures.get(bind(model.forward, (), example))
         return SplitModel(model, captures, graph, Partition((len(graph.blocks),)))
-
-
-def _latent_shape(pipeline: Any, spec: StreamSpec, height: int, width: int) -> tuple[int, ...]:
-    factor = pipeline.vae_scale_factor_spatial
-    if height % factor or width % factor:
-        raise InputError(f"{width}x{height} pixels: the VAE needs multiples of {factor}.")
-    return (1, pipeline.transformer.config.in_channels, spec.frames_per_chunk, height // factor, width // factor)
-
-
-def check_span(model: Any, spec: StreamSpec) -> None:
-    """Check that no two frames that see each other are farther apart than the model's rotary table.
-
-    Raises:
-        ConfigError: they are.
-    """
-    span, table = spec.sinks + spec.window + spec.frames_per_chunk, model.config.rope_max_seq_len
-    if span > table:
-        raise ConfigError(
-            f"sinks={spec.sinks}, window={spec.window} and frames_per_chunk={spec.frames_per_chunk} span {span} latent "
-            f"frames; the model knows distances up to {table}."
-        )

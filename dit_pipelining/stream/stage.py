@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from diffusers import WanTransformer3DModel
 from torch import nn
 
 from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.signature import MADE
+from dit_pipelining.comm.peer_channels import slot_bytes
 from dit_pipelining.errors import InputError
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.stream.attention import make_causal, make_plain
@@ -59,7 +59,6 @@ class StreamStage:
         device: torch.device,
         batched: bool = True,
     ) -> None:
-        check_model(split.model, spec, shape)
         self.spec = spec
         self.shape = tuple(shape)
         self.prompts = prompts
@@ -70,6 +69,7 @@ class StreamStage:
         self.times: deque[tuple[int, Any]] = deque(maxlen=TIMED_STEPS)
         self._blocks: list[nn.Module] = []
         self._times: tuple[tuple[float, ...], torch.Tensor] | None = None
+        self._given = 0.0
         self.rebuild(split, index)
 
     def rebuild(self, split: SplitModel, index: int) -> None:
@@ -98,6 +98,12 @@ class StreamStage:
         parts = [count] if self.batched else [1] * count
         return [(v.wire_shape, v.dtype) for part in parts for v in self.module.received(self._graphs[part])]
 
+    def largest_hop(self) -> int:
+        """Bytes of the largest message between any two stages, each tensor aligned."""
+        largest, parts = max(self._graphs), 1 if self.batched else self.spec.max_rows
+        messages = self.module.messages(self._graphs[largest])
+        return max((slot_bytes(own * parts) for own in map(list, messages)), default=0)
+
     def execute_micro_step(
         self, step: MicroStep, received: Sequence[torch.Tensor], latents: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
@@ -123,12 +129,19 @@ class StreamStage:
             rows = None if latents is None else latents if self.batched else latents[number : number + 1]
             outputs += self._run(part, own, rows)
         self.times.append((len(step.rows), (started, self._now())))
+        self._given = time.monotonic()
         return outputs
 
     def wait_for_room(self) -> None:
         """On CUDA, wait until one micro-step at most is unfinished: what a live source gives now shall not lie about."""
         if self.device.type == "cuda" and len(self.times) >= QUEUED_STEPS:
             self.times[-QUEUED_STEPS][1][1].synchronize()
+
+    def seconds_unfinished(self) -> float:
+        """For how long the GPU has not been done with the last micro-step; 0 where it is."""
+        if self.device.type != "cuda" or not self.times or self.times[-1][1][1].query():
+            return 0.0
+        return time.monotonic() - self._given
 
     def seconds(self) -> list[tuple[int, float]]:
         """Rows and seconds of the micro-steps that are remembered; on CUDA, waits for the device."""
@@ -207,30 +220,3 @@ class StreamStage:
         if self.device.type != "cuda":
             return time.perf_counter()
         return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
-
-
-def check_model(model: nn.Module, spec: StreamSpec, shape: Sequence[int]) -> None:
-    """Check that a model can be made causal, and that chunks of this shape fit it.
-
-    Raises:
-        InputError: says what does not fit.
-    """
-    if not isinstance(model, WanTransformer3DModel):
-        raise InputError(
-            f"{type(model).__name__} cannot stream yet: only WanTransformer3DModel has a causal attention with rolling keys "
-            "and values (dit_pipelining/stream/attention.py)."
-        )
-    config: Any = model.config
-    if config.added_kv_proj_dim is not None:
-        raise InputError("this Wan takes image embeddings; streams are made from text and video only.")
-    _, channels, frames, height, width = shape
-    patch = config.patch_size
-    if channels != config.in_channels or config.in_channels != config.out_channels:
-        raise InputError(
-            f"chunks have {channels} channels, the model takes {config.in_channels} and gives {config.out_channels}."
-        )
-    if frames != spec.frames_per_chunk or patch[0] != 1 or height % patch[1] or width % patch[2]:
-        raise InputError(
-            f"a chunk of {frames}x{height}x{width} latents cannot be cut into patches of {'x'.join(map(str, patch))}; "
-            f"chunks have {spec.frames_per_chunk} frames."
-        )

@@ -136,7 +136,7 @@ def measure_parts(stages: int, replicas: int, seconds: float) -> Parts:
         if mesh.rank < 2:
             for sender in (0, 1):
                 for tensor in boundary:
-                    group = links[0].hops[0]
+                    group = links[0].hops[0].group
                     (dist.send if mesh.rank == sender else dist.recv)(tensor, 1 - mesh.rank, group)
 
     def around() -> None:

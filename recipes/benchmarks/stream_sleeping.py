@@ -81,7 +81,7 @@ def _sleep_rank(rank: int, num_stages: int, seconds: float, chunks: int, port: i
     text = torch.zeros(1, 8, 12)
     stage = stages_of(split_of(model, SHAPE, text, [1] * num_stages), spec, SHAPE, text, [rank], SleepingStage)[0]
     stage.seconds_to_sleep = seconds
-    links = make_stream_links([range(num_stages)], timeout, "gloo", torch.device("cpu"))
+    links = make_stream_links([range(num_stages)], timeout, "host", torch.device("cpu"))
     noise = NoiseSource(0, SHAPE, torch.float32, torch.device("cpu"))
     filling = spec.num_levels * num_stages
     with torch.no_grad():

@@ -178,7 +178,7 @@ def played(machine: Machine) -> Iterator[None]:
         patch.setattr(peer_links.dist, "barrier", lambda **_: None)
         patch.setattr(streams, "torch", fake)
         for name in ("new_stream", "current_context", "enter_context"):
-            patch.setattr(peer_links, name, lambda *_, **__: FakeStream(machine))
+            patch.setattr(peer_channels, name, lambda *_, **__: FakeStream(machine))
         patch.setattr(streams, "new_stream", lambda *_, **__: FakeStream(machine))
         yield
 

@@ -13,6 +13,7 @@ from dit_pipelining.api import split_model
 from dit_pipelining.stream.executor import run_in_one_process
 from dit_pipelining.stream.head import StreamInput
 from dit_pipelining.stream.kv_cache import DistributedKVCache
+from dit_pipelining.stream.layouts import Layouts
 from dit_pipelining.stream.links import make_stream_links
 from dit_pipelining.stream.noise import NoiseSource
 from dit_pipelining.stream.prompts import Prompts
@@ -62,30 +63,42 @@ def run(
     return streams, finished
 
 
-def rank(model: WanTransformer3DModel, spec: StreamSpec, counts: Sequence[int], prompts: Any = None) -> StreamRank:
+def rank(
+    model: WanTransformer3DModel,
+    spec: StreamSpec,
+    counts: Sequence[int],
+    prompts: Any = None,
+    transport: str = "host",
+) -> StreamRank:
     """This rank's part of a pipeline over all ranks of the group; rows run one by one.
 
     With twice as many ranks as stages, the second half is the twin that runs the rows without the prompt.
     """
     timeout = timedelta(seconds=60)
     if dist.get_world_size() == 2 * len(counts):
-        return _twins(model, spec, counts, prompts, timeout)
-    links = make_stream_links([range(len(counts))], timeout, "gloo", CPU)
+        return _twins(model, spec, counts, prompts, timeout, transport)
     own = dist.get_rank()
     stage = stages(model, spec, counts, batched=False, prompts=prompts)[own]
+    sizes = Layouts(stage, noise(model.dtype)).sizes()
+    links = make_stream_links([range(len(counts))], timeout, transport, CPU, sizes)
     return StreamRank(stage, own, len(counts), links, noise(model.dtype), timeout.total_seconds())
 
 
 def _twins(
-    model: WanTransformer3DModel, spec: StreamSpec, counts: Sequence[int], prompts: Any, timeout: timedelta
+    model: WanTransformer3DModel,
+    spec: StreamSpec,
+    counts: Sequence[int],
+    prompts: Any,
+    timeout: timedelta,
+    transport: str,
 ) -> StreamRank:
     replica, own = divmod(dist.get_rank(), len(counts))
     pipelines = [range(first, first + len(counts)) for first in (0, len(counts))]
-    links = make_stream_links(pipelines, timeout, "gloo", CPU)
     if replica:
         prompts = [reference.text(99, model.dtype)] * spec.streams
     plain = replace(spec, guidance_scale=1.0)
     stage = stages(model, plain, counts, batched=False, prompts=prompts)[own]
+    links = make_stream_links(pipelines, timeout, transport, CPU, Layouts(stage, noise(model.dtype)).sizes())
     seconds = timeout.total_seconds()
     guidance = dict(is_twin=replica == 1, guidance_scale=spec.guidance_scale)
     return StreamRank(stage, own, len(counts), links, noise(model.dtype), seconds, **guidance)

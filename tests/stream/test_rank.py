@@ -1,5 +1,7 @@
 """A stream over ranks equals the sequential reference on the unsplit diffusers model, bit for bit."""
 
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from dit_pipelining.stream.head import PENDING, StreamInput
 from dit_pipelining.stream.spec import StreamSpec
 from tests.distributed import RankPool
-from tests.stream import harness, reference
+from tests.stream import harness, peer_memory, reference
 
 CHUNKS = 6
 PROMPTS = {0: 10, 3: 20}
@@ -29,28 +31,33 @@ def source(own: StreamSpec, stream: int) -> Any:
         yield StreamInput(latents, SCALES[chunk], prompt)
 
 
-def streamed(own: StreamSpec, counts: tuple[int, ...]) -> list[tuple[int, int, torch.Tensor]]:
+def streamed(own: StreamSpec, counts: tuple[int, ...], folder: Path | None) -> list[tuple[int, int, torch.Tensor]]:
+    """What a rank gives; its tensors take gloo, or with a folder peer copies."""
     prompts = [reference.text(10)] * own.streams
-    rank = harness.rank(reference.model(), own, counts, prompts)
-    finished = list(rank.run([source(own, stream) for stream in range(own.streams)]))
+    with nullcontext() if folder is None else peer_memory.played(folder):
+        rank = harness.rank(reference.model(), own, counts, prompts, "host" if folder is None else "peer")
+        finished = list(rank.run([source(own, stream) for stream in range(own.streams)]))
     assert (len(finished) == 0) == (dist.get_rank() != len(counts) - 1)
     return [(chunk.stream, chunk.index, chunk.latents) for chunk in finished]
 
 
 @pytest.mark.parametrize(
-    ("own", "counts", "pipelines"),
+    ("own", "counts", "pipelines", "transport"),
     [
-        (spec(), (3, 1), 1),
-        (spec(streams=2, guidance_scale=2.0), (1, 2, 1), 1),
-        (spec(policy="clean", streams=3), (2, 1, 1), 1),
-        (spec(guidance_scale=2.0), (3, 1), 2),
-        (spec(streams=2, guidance_scale=2.0), (4,), 2),
+        (spec(), (3, 1), 1, "host"),
+        (spec(streams=2, guidance_scale=2.0), (1, 2, 1), 1, "host"),
+        (spec(policy="clean", streams=3), (2, 1, 1), 1, "host"),
+        (spec(guidance_scale=2.0), (3, 1), 2, "host"),
+        (spec(streams=2, guidance_scale=2.0), (4,), 2, "host"),
+        (spec(streams=2), (1, 2, 1), 1, "peer"),
+        (spec(guidance_scale=2.0), (3, 1), 2, "peer"),
     ],
 )
 def test_a_stream_over_ranks_is_the_reference(
-    ranks: RankPool, own: StreamSpec, counts: tuple[int, ...], pipelines: int
+    ranks: RankPool, tmp_path: Path, own: StreamSpec, counts: tuple[int, ...], pipelines: int, transport: str
 ) -> None:
-    finished = ranks.run(pipelines * len(counts), streamed, own, counts)[len(counts) - 1]
+    folder = tmp_path if transport == "peer" else None
+    finished = ranks.run(pipelines * len(counts), streamed, own, counts, folder)[len(counts) - 1]
     known = reference.Reference(reference.model(), own)
     prompts = {chunk: reference.text(seed) for chunk, seed in PROMPTS.items()}
     for stream in range(own.streams):

@@ -1,0 +1,98 @@
+"""Messages whose tensors take a channel of peer copies: the hosts tell each other what comes, the GPUs wait for it.
+
+See [Note: messages] in message_link.py and [Note: peer copies] in peer_channels.py.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dit_pipelining.comm.cuda_streams import new_stream
+from dit_pipelining.comm.message_link import SENDS_IN_FLIGHT, Direction, Headers, Layouts, Message
+from dit_pipelining.comm.peer_channels import Channel
+
+
+class PeerSender:
+    """The end of a channel that messages are sent from.
+
+    Args:
+        direction: this rank is its source.
+        channel: that the tensors take.
+        device: of the tensors.
+    """
+
+    def __init__(self, direction: Direction, channel: Channel, device: torch.device) -> None:
+        self.direction = direction
+        self.channel = channel
+        self.device = device
+        self._stream = new_stream(device, priority=-1)
+        self._headers: deque[tuple[Any, torch.Tensor]] = deque()
+        self._copied: deque[tuple[Any, list[torch.Tensor]]] = deque()
+
+    def send(self, header: torch.Tensor, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Send a message; the tensors must not be written into afterwards."""
+        if tensors:
+            sent = [tensor.contiguous() for tensor in tensors]
+            self._stream.wait_event(torch.cuda.current_stream(self.device).record_event())
+            with torch.cuda.stream(self._stream):
+                self.channel.send(sent, self._stream)
+            self._copied.append((self._stream.record_event(), sent))
+        while self._copied and self._copied[0][0].query():
+            self._copied.popleft()
+        self._headers.append((self.direction.send_header(header), header))
+        while len(self._headers) > SENDS_IN_FLIGHT:
+            self._headers.popleft()[0].wait()
+
+    def close(self) -> None:
+        """Wait until everything is sent."""
+        while self._headers:
+            self._headers.popleft()[0].wait()
+        while self._copied:
+            self._copied.popleft()[0].synchronize()
+
+
+class PeerReceiver(Headers):
+    """The end of a channel where messages arrive.
+
+    Args:
+        direction: this rank is its target.
+        channel: that the tensors take.
+        device: of the tensors.
+        length: numbers in a header.
+        layouts: the tensors that a header announces.
+        is_last: whether nothing comes after this header.
+        seconds: how long to wait for a message.
+    """
+
+    def __init__(
+        self,
+        direction: Direction,
+        channel: Channel,
+        device: torch.device,
+        length: int,
+        layouts: Layouts,
+        is_last: Callable[[torch.Tensor], bool],
+        seconds: float,
+    ) -> None:
+        self.channel = channel
+        self.device = device
+        self._layouts = layouts
+        super().__init__(direction, length, is_last, seconds)
+
+    @contextmanager
+    def next(self) -> Iterator[Message]:
+        """The next message; its tensors are valid inside the context, for work given to the current stream.
+
+        Raises:
+            TimeoutError: none came in time.
+        """
+        message = self.take()
+        layouts, stream = self._layouts(message.header), torch.cuda.current_stream(self.device)
+        if layouts:
+            message.tensors.extend(self.channel.receive(layouts, stream))
+        yield message
+        if layouts:
+            self.channel.release(stream)

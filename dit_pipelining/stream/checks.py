@@ -1,0 +1,58 @@
+"""What a model, a spec and a picture's size must be for a stream; asked before anything is made."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from diffusers import WanTransformer3DModel
+from torch import nn
+
+from dit_pipelining.errors import ConfigError, InputError
+from dit_pipelining.stream.spec import StreamSpec
+
+
+def latent_shape(pipeline: Any, spec: StreamSpec, height: int, width: int) -> tuple[int, ...]:
+    factor = pipeline.vae_scale_factor_spatial
+    if height % factor or width % factor:
+        raise InputError(f"{width}x{height} pixels: the VAE needs multiples of {factor}.")
+    return (1, pipeline.transformer.config.in_channels, spec.frames_per_chunk, height // factor, width // factor)
+
+
+def check_span(model: Any, spec: StreamSpec) -> None:
+    """Check that no two frames that see each other are farther apart than the model's rotary table.
+
+    Raises:
+        ConfigError: they are.
+    """
+    span, table = spec.sinks + spec.window + spec.frames_per_chunk, model.config.rope_max_seq_len
+    if span > table:
+        raise ConfigError(
+            f"sinks={spec.sinks}, window={spec.window} and frames_per_chunk={spec.frames_per_chunk} span {span} latent "
+            f"frames; the model knows distances up to {table}."
+        )
+
+
+def check_model(model: nn.Module, spec: StreamSpec, shape: Sequence[int]) -> None:
+    """Check that a model can be made causal, and that chunks of this shape fit it.
+
+    Raises:
+        InputError: says what does not fit.
+    """
+    if not isinstance(model, WanTransformer3DModel):
+        raise InputError(
+            f"{type(model).__name__} cannot stream yet: only WanTransformer3DModel has a causal attention with rolling keys "
+            "and values (dit_pipelining/stream/attention.py)."
+        )
+    config: Any = model.config
+    if config.added_kv_proj_dim is not None:
+        raise InputError("this Wan takes image embeddings; streams are made from text and video only.")
+    _, channels, frames, height, width = shape
+    patch = config.patch_size
+    if channels != config.in_channels or config.in_channels != config.out_channels:
+        raise InputError(
+            f"chunks have {channels} channels, the model takes {config.in_channels} and gives {config.out_channels}."
+        )
+    if frames != spec.frames_per_chunk or patch[0] != 1 or height % patch[1] or width % patch[2]:
+        raise InputError(
+            f"a chunk of {frames}x{height}x{width} latents cannot be cut into patches of {'x'.join(map(str, patch))}; "
+            f"chunks have {spec.frames_per_chunk} frames."
+        )
