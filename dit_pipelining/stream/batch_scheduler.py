@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from dit_pipelining.errors import ConfigError
+from dit_pipelining.stream.levels import fewer_levels
 from dit_pipelining.stream.schedule import Row, Start, rows
 from dit_pipelining.stream.simulation import Forecast, StageCost, fit_cost, simulate
 from dit_pipelining.stream.spec import StreamSpec
@@ -148,11 +149,6 @@ class StreamBatchScheduler:
         if spec.branches == 1:
             return [None]
         return ["rows", "replicas"] if self.replicas > 1 else ["rows"]
-
-
-def fewer_levels(levels: Sequence[float], count: int) -> tuple[float, ...]:
-    """`count` of the levels, the first one among them, evenly chosen."""
-    return tuple(levels[i * len(levels) // count] for i in range(count))
 
 
 def describe(choice: StreamChoice) -> str:

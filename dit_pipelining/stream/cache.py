@@ -15,7 +15,7 @@ Pointers and positions are host integers: nothing here waits for a device.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -94,6 +94,20 @@ class RollingKVCache:
     def tensors(self) -> list[torch.Tensor]:
         """What moves with the block, besides the pointers; empty before the first call."""
         return [tensor for tensor in (self.keys, self.values, self.raw_sinks) if tensor is not None]
+
+    def change_levels(self, spec: StreamSpec, sources: Sequence[int]) -> None:
+        """Go on with caches for another spec, which differs in its levels.
+
+        Args:
+            spec: the new one.
+            sources: for each new cache of a stream and branch the old one whose state it takes over.
+        """
+        old, count = self.spec.caches, spec.branches * spec.streams
+        taken = [own * old + source for own in range(count) for source in sources]
+        if self.keys is not None and self.values is not None and self.raw_sinks is not None:
+            self.keys, self.values, self.raw_sinks = self.keys[taken], self.values[taken], self.raw_sinks[taken]
+        self.pointers = [replace(self.pointers[source]) for source in taken]
+        self.spec = spec
 
     def restore(self, tensors: Sequence[torch.Tensor], pointers: Sequence[tuple[int, int]]) -> None:
         """Take over the state of the same block's cache on another rank."""

@@ -1,5 +1,6 @@
 """What a model, a spec and a picture's size must be for a stream; asked before anything is made."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,17 @@ def check_span(model: Any, spec: StreamSpec) -> None:
             f"sinks={spec.sinks}, window={spec.window} and frames_per_chunk={spec.frames_per_chunk} span {span} latent "
             f"frames; the model knows distances up to {table}."
         )
+
+
+def check_rate(adaptive_fps: float) -> None:
+    """Check a frame rate.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    is_number = isinstance(adaptive_fps, int | float) and not isinstance(adaptive_fps, bool)
+    if not is_number or not 0 < adaptive_fps < math.inf:
+        raise ConfigError(f"adaptive_fps={adaptive_fps!r}: expected frames per second, above 0.")
 
 
 def check_model(model: nn.Module, spec: StreamSpec, shape: Sequence[int]) -> None:

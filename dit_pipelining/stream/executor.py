@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from dit_pipelining.stream.head import Source, StreamHead
+from dit_pipelining.stream.head import Levels, Source, StreamHead
+from dit_pipelining.stream.levels import change_levels
 from dit_pipelining.stream.noise import NoiseSource
 from dit_pipelining.stream.stage import StreamStage
 from dit_pipelining.stream.tail import FinishedChunk, StreamTail
@@ -15,7 +16,7 @@ IDLE_SECONDS = 0.001
 
 
 def run_in_one_process(
-    stages: Sequence[StreamStage], sources: Sequence[Source], noise: NoiseSource
+    stages: Sequence[StreamStage], sources: Sequence[Source], noise: NoiseSource, levels: Levels | None = None
 ) -> Iterator[FinishedChunk]:
     """Run streams through stages that are all in this process, one after the other.
 
@@ -23,15 +24,19 @@ def run_in_one_process(
         stages: of the pipeline, in order.
         sources: what each stream is made of.
         noise: the noise of chunks.
+        levels: changes the noise levels while the streams run; None: they stay.
 
     Yields:
         finished chunks, as soon as they are: those of a stream in order.
     """
     spec = stages[0].spec
-    head, tail = StreamHead(spec, len(stages), noise, sources), StreamTail(spec, noise)
+    head, tail = StreamHead(spec, len(stages), noise, sources, levels), StreamTail(spec, noise)
     while not head.finished:
         stages[0].wait_for_room()
-        tick = head.next_tick()
+        tick = head.next_tick(sum(stage.load() for stage in stages) if levels is not None else 0.0)
+        if tick.levels:
+            tail.spec = change_levels(stages, tick.levels)
+            continue
         if tick.step is None:
             time.sleep(IDLE_SECONDS)
             continue

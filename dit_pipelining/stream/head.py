@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
@@ -32,6 +32,16 @@ class StreamInput:
     first: bool = False
 
 
+class Levels(Protocol):
+    """Says which noise levels the next chunks pass; see levels.py."""
+
+    def started(self, waited: bool) -> None:
+        """A chunk of the first stream has started; `waited`: its source had nothing for a while before it."""
+
+    def wanted(self, busy: float) -> Sequence[float] | None:
+        """Other levels from the next chunk on; None: as they are. `busy`: the largest share of time that a stage works."""
+
+
 class Pending:
     """What a live source gives while it has no chunk yet."""
 
@@ -55,11 +65,13 @@ class Tick:
         step: the rows; None: nothing to do yet.
         prompts: prompt changes to announce before: stream, first chunk, embedding.
         fresh: latents from the source for rows of this tick, by stream.
+        levels: other noise levels, from the next chunks on; then there is no step, and nothing is in flight.
     """
 
     step: MicroStep | None
     prompts: tuple[tuple[int, int, torch.Tensor], ...] = ()
     fresh: tuple[tuple[int, torch.Tensor], ...] = ()
+    levels: tuple[float, ...] = ()
 
 
 class StreamHead:
@@ -70,9 +82,17 @@ class StreamHead:
         num_stages: of the pipeline.
         noise: the noise of chunks.
         sources: of each stream.
+        levels: changes the noise levels while the streams run; None: they stay.
     """
 
-    def __init__(self, spec: StreamSpec, num_stages: int, noise: NoiseSource, sources: Sequence[Source]) -> None:
+    def __init__(
+        self,
+        spec: StreamSpec,
+        num_stages: int,
+        noise: NoiseSource,
+        sources: Sequence[Source],
+        levels: Levels | None = None,
+    ) -> None:
         if len(sources) != spec.streams:
             raise InputError(f"{len(sources)} sources for {spec.streams} streams; give one per stream.")
         self.spec = spec
@@ -82,6 +102,9 @@ class StreamHead:
         self._sources: list[Source | None] = list(sources)
         self._chunks = [0] * spec.streams
         self._earliest = [first_tick(stream, num_stages, spec) for stream in range(spec.streams)]
+        self._levels = levels
+        self._next_levels: tuple[float, ...] = ()
+        self._waited = False
         self._in_flight: list[_InFlight] = []
         self._ready: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -90,14 +113,21 @@ class StreamHead:
         """Whether all sources have ended and everything has come out."""
         return not self._in_flight and all(source is None for source in self._sources)
 
-    def next_tick(self) -> Tick:
+    def next_tick(self, busy: float = 0.0) -> Tick:
         """Go on to the next tick at which there are rows.
 
+        Args:
+            busy: the largest share of the time that a stage works, for what changes the levels.
+
         Returns:
-            a tick without a step if the sources have nothing and nothing is in flight.
+            a tick without a step if the sources have nothing and nothing is in flight, or if the levels change.
         """
+        if self._levels is not None and not self._next_levels:
+            self._next_levels = tuple(self._levels.wanted(busy) or ())
         while not self.finished:
-            prompts, fresh, waiting = self._start_chunks()
+            if self._next_levels and not self._in_flight:
+                return Tick(None, levels=self._change_levels())
+            prompts, fresh, waiting = self._start_chunks() if not self._next_levels else ([], [], False)
             found = rows(self.tick, self.num_stages, self.spec, [own.start for own in self._in_flight])
             if found:
                 facts = {(own.start.stream, own.start.chunk): own.facts for own in self._in_flight}
@@ -107,6 +137,7 @@ class StreamHead:
                 ]
                 self.tick += 1
                 return Tick(step, tuple(prompts), tuple(fresh))
+            self._waited = self._waited or waiting
             if waiting and not self._in_flight:
                 break
             self.tick += 1
@@ -139,6 +170,14 @@ class StreamHead:
         for row, own in zip(going_on, latents.split(1), strict=True):
             self._ready[row.stream, row.chunk] = own
 
+    def _change_levels(self) -> tuple[float, ...]:
+        levels, self._next_levels = self._next_levels, ()
+        self.spec = replace(self.spec, levels=levels)
+        self._earliest = [
+            self.tick + first_tick(stream, self.num_stages, self.spec) for stream in range(self.spec.streams)
+        ]
+        return levels
+
     def _start_chunks(self) -> tuple[list[Any], list[Any], bool]:
         prompts: list[tuple[int, int, torch.Tensor]] = []
         fresh: list[tuple[int, torch.Tensor]] = []
@@ -159,6 +198,9 @@ class StreamHead:
             facts = ChunkFacts(self._noise_scale(given), is_first, given.latents is not None, time.time())
             self._in_flight.append(_InFlight(start, facts))
             self._chunks[stream] += 1
+            if self._levels is not None and stream == 0:
+                self._levels.started(self._waited)
+                self._waited = False
             self._earliest[stream] = next_start(start, self.num_stages, self.spec)
             if given.prompt is not None:
                 prompts.append((stream, chunk, given.prompt))

@@ -25,6 +25,12 @@ class DistributedKVCache:
             self.caches[block] = RollingKVCache(self.spec)
         return self.caches[block]
 
+    def change_levels(self, spec: StreamSpec, sources: Sequence[int]) -> None:
+        """As `RollingKVCache.change_levels`, for all blocks."""
+        self.spec = spec
+        for cache in self.caches.values():
+            cache.change_levels(spec, sources)
+
     @property
     def bytes(self) -> int:
         return sum(tensor.nbytes for cache in self.caches.values() for tensor in cache.tensors)

@@ -7,8 +7,8 @@ import torch
 
 from dit_pipelining.comm.message_link import Layout
 from dit_pipelining.comm.peer_channels import slot_bytes
-from dit_pipelining.stream.head import given_streams, returned_rows
-from dit_pipelining.stream.micro_step import Kind, decode
+from dit_pipelining.stream.head import given_streams
+from dit_pipelining.stream.micro_step import Kind, decode, following
 from dit_pipelining.stream.noise import NoiseSource
 from dit_pipelining.stream.stage import StreamStage
 
@@ -35,8 +35,7 @@ class Layouts:
 
     def returned(self, header: torch.Tensor) -> list[Layout]:
         """From the last stage to the first: the latents of rows that go on."""
-        step = decode(header).micro_step
-        count = len(returned_rows(step, self.stage.spec)) if step is not None else 0
+        count = following(header)
         return [self._latents(count, self.noise.dtype)] if count else []
 
     def fresh(self, header: torch.Tensor) -> list[Layout]:

@@ -22,6 +22,7 @@ class Kind(enum.IntEnum):
     REBALANCE = 2
     IDLE = 3
     END = 4
+    LEVELS = 5
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class Header:
     Attributes:
         kind: what follows.
         micro_step: for `ROWS`.
-        numbers: for other kinds: stream and first chunk of a `PROMPT`; the seconds of each stage for a `REBALANCE`.
+        numbers: for other kinds: stream and first chunk of a `PROMPT`; the seconds of each stage for a `REBALANCE`;
+            the levels from now on for `LEVELS`.
     """
 
     kind: Kind
@@ -79,6 +81,15 @@ def header_length(spec: StreamSpec, num_stages: int) -> int:
 def noted(numbers: torch.Tensor, num_stages: int) -> torch.Tensor:
     """The part of a header in which every stage notes its load and its seconds per tick, (stages, 2); a view."""
     return numbers[-NOTED * num_stages :].view(num_stages, NOTED)
+
+
+def following(numbers: torch.Tensor) -> int:
+    """How many rows of latents follow a header, where it says so."""
+    return int(numbers[FIXED - 1])
+
+
+def set_following(numbers: torch.Tensor, count: int) -> None:
+    numbers[FIXED - 1] = count
 
 
 def encode(header: Header, length: int) -> torch.Tensor:

@@ -14,13 +14,25 @@ import torch.distributed as dist
 
 from dit_pipelining.comm.message_link import Direction, Message
 from dit_pipelining.stream.ends import AnyReceiver, AnySender, Ends, until_the_end
-from dit_pipelining.stream.head import Source, StreamHead, Tick, given_streams
+from dit_pipelining.stream.finishing import Finishing
+from dit_pipelining.stream.head import Levels, Source, StreamHead, Tick
+from dit_pipelining.stream.levels import change_levels
 from dit_pipelining.stream.links import StreamLinks
-from dit_pipelining.stream.micro_step import NOTED, Header, Kind, MicroStep, decode, encode, header_length, noted
+from dit_pipelining.stream.micro_step import (
+    NOTED,
+    Header,
+    Kind,
+    MicroStep,
+    decode,
+    encode,
+    header_length,
+    noted,
+    set_following,
+)
 from dit_pipelining.stream.noise import NoiseSource
 from dit_pipelining.stream.rebalance import Rebalancing, stages_of_blocks
 from dit_pipelining.stream.stage import StreamStage
-from dit_pipelining.stream.tail import FinishedChunk, StreamTail
+from dit_pipelining.stream.tail import FinishedChunk
 from dit_pipelining.torch_internals import storage_key
 from partitioners import Partition
 
@@ -77,37 +89,43 @@ class StreamRank:
         self.noted = torch.zeros(num_stages, NOTED, dtype=torch.float64)
         self._length = header_length(stage.spec, num_stages)
         self._ends = Ends(links, stage, noise, self._length, seconds)
-        self._flow: AnyReceiver | None = None
-        self._fresh: AnyReceiver | None = None
+        self._speaks_always = False
 
-    def run(self, sources: Sequence[Source]) -> Iterator[FinishedChunk]:
+    def run(self, sources: Sequence[Source], levels: Levels | None = None) -> Iterator[FinishedChunk]:
         """Run until the sources end; all ranks call this, and iterate to the end.
 
         Args:
             sources: what each stream is made of; only the first rank looks at them.
+            levels: changes the noise levels while the streams run, on the first rank; None on all: they stay.
 
         Yields:
             on the last rank finished chunks, as soon as they are; on the others nothing.
         """
-        yield from self._lead(sources) if self.index == 0 and not self.is_twin else self._follow()
+        self._speaks_always = self.rebalancing is not None or levels is not None
+        yield from self._lead(sources, levels) if self.index == 0 and not self.is_twin else self._follow()
         self._ends.close()
 
     # ---- the first rank -------------------------------------------------------------------------------------------------
 
-    def _lead(self, sources: Sequence[Source]) -> Iterator[FinishedChunk]:
+    def _lead(self, sources: Sequence[Source], levels: Levels | None) -> Iterator[FinishedChunk]:
         links = self.links
-        head = StreamHead(self.stage.spec, self.num_stages, self.noise, sources)
+        head = StreamHead(self.stage.spec, self.num_stages, self.noise, sources, levels)
         onward = self._ends.sender(links.hops[0]) if links.hops else None
         fresh = self._ends.sender(links.fresh) if links.fresh is not None else None
         back = self._ends.receiver(links.back) if links.back is not None else None
         twin = self._ends.sender(links.twin) if links.twin is not None else None
-        tail = self._tail() if onward is None else None
+        finishing = self._finishing() if onward is None else None
         followers = [sender for sender in (onward, twin) if sender is not None]
         every = [sender for sender in (onward, twin, fresh) if sender is not None]
         spoken = time.monotonic()
         while not head.finished:
             self.stage.wait_for_room()
-            tick = head.next_tick()
+            tick = head.next_tick(float(self.noted[:, 0].max()))
+            if tick.levels:
+                for follower in followers:
+                    follower.send(encode(Header(Kind.LEVELS, numbers=tick.levels), self._length))
+                self._change_levels(tick.levels, finishing)
+                continue
             if tick.step is None:
                 time.sleep(IDLE_SECONDS)
                 if time.monotonic() - spoken > self.seconds / SIGNS_PER_TIMEOUT:
@@ -128,8 +146,8 @@ class StreamRank:
             if twin is not None:
                 twin.send(header, [latents])
             outputs = self.stage.execute_micro_step(tick.step, [], latents)
-            if tail is not None:
-                finished, going_on = self._finish(tail, tick.step, outputs, tick.fresh)
+            if finishing is not None:
+                finished, going_on = finishing.finish(tick.step, outputs, tick.fresh)
                 if going_on is not None:
                     head.take_back(tick.step, going_on)
                 yield from finished
@@ -139,8 +157,8 @@ class StreamRank:
             sender.send(self._ends.header(Kind.END))
         if back is not None:
             until_the_end(back)
-        if tail is not None:
-            self._end_of_messages()
+        if finishing is not None:
+            finishing.close()
 
     def _announce(self, tick: Tick, onward: AnySender | None) -> None:
         """What the other ranks have to know before the rows of a tick."""
@@ -164,7 +182,7 @@ class StreamRank:
         def is_due() -> bool:
             header = back.peek()
             known = None if header is None else decode(header).micro_step
-            return known is not None and known.tick <= step.tick - self.num_stages
+            return header is not None and (known is None or known.tick <= step.tick - self.num_stages)
 
         while not head.has_latents(step) or is_due():
             with back.next() as message:
@@ -180,7 +198,7 @@ class StreamRank:
         is_last = self.index == self.num_stages - 1
         incoming = self._ends.receiver(self._upstream())
         onward = self._ends.sender(self._downstream())
-        tail = self._tail() if is_last and not self.is_twin else None
+        finishing = self._finishing() if is_last and not self.is_twin else None
         kind = Kind.IDLE
         while kind is not Kind.END:
             finished: list[FinishedChunk] = []
@@ -190,11 +208,10 @@ class StreamRank:
                 if header.micro_step is not None:
                     self._note(message.header)
                     outputs = self._execute(header.micro_step, message)
-                    if tail is not None:
-                        fresh = self._take_fresh(header.micro_step)
-                        finished, going_on = self._finish(tail, header.micro_step, outputs, fresh)
-                        if going_on is not None or self.rebalancing is not None:
-                            onward.send(message.header, [] if going_on is None else [going_on])
+                    if finishing is not None:
+                        finished, going_on = finishing.finish(header.micro_step, outputs)
+                        if going_on is not None or self._speaks_always:
+                            onward.send(*_returned(message.header, going_on))
                     else:
                         onward.send(message.header, [torch.cat(outputs)] if is_last else _own(outputs, message))
                 elif kind is Kind.PROMPT:
@@ -205,14 +222,16 @@ class StreamRank:
                         onward.send(message.header, [prompt])
                 else:
                     onward.send(message.header)
+            if kind is Kind.LEVELS:
+                self._change_levels(header.numbers, finishing)
             if kind is Kind.REBALANCE:
                 assert self.rebalancing is not None
                 partition = self.rebalancing.better_partition(header.numbers)  # what it was on the first rank
                 assert partition is not None
                 self._move(partition)
             yield from finished
-        if tail is not None:
-            self._end_of_messages()
+        if finishing is not None:
+            finishing.close()
 
     def _upstream(self) -> Direction:
         direction = self.links.hops[self.index - 1] if self.index else self.links.twin
@@ -230,43 +249,14 @@ class StreamRank:
             return self.stage.execute_micro_step(step, [], message.tensors[0].clone())
         return self.stage.execute_micro_step(step, message.tensors)
 
-    # ---- the last rank --------------------------------------------------------------------------------------------------
+    def _finishing(self) -> Finishing:
+        return Finishing(self._ends, self.noise, self.guidance_scale)
 
-    def _tail(self) -> StreamTail:
-        links = self.links
-        self._flow = self._ends.receiver(links.flow) if links.flow is not None else None
-        self._fresh = self._ends.receiver(links.fresh) if links.fresh is not None else None
-        return StreamTail(self.stage.spec, self.noise, self.guidance_scale)
-
-    def _finish(
-        self,
-        tail: StreamTail,
-        step: MicroStep,
-        outputs: Sequence[torch.Tensor],
-        fresh: Sequence[tuple[int, torch.Tensor]],
-    ) -> tuple[list[FinishedChunk], torch.Tensor | None]:
-        flow = torch.cat(list(outputs))
-        if self._flow is None:
-            return tail.finish(step, flow, fresh)
-        while True:
-            with self._flow.next() as message:
-                if message.tensors:  # else it only says that the twin is there
-                    return tail.finish(step, flow, fresh, message.tensors[0].clone())
-
-    def _take_fresh(self, step: MicroStep) -> list[tuple[int, torch.Tensor]]:
-        """What sources gave for first passes in this step, by stream."""
-        streams = given_streams(step)
-        if not streams:
-            return []
-        assert self._fresh is not None
-        with self._fresh.next() as message:
-            latents = message.tensors[0].clone()
-        return list(zip(streams, latents.split(1), strict=True))
-
-    def _end_of_messages(self) -> None:
-        for receiver in (self._flow, self._fresh):
-            if receiver is not None:
-                until_the_end(receiver)
+    def _change_levels(self, levels: Sequence[float], finishing: Finishing | None) -> None:
+        """Nothing is in flight: the first rank waited until all chunks had come out, or gone to their last pass."""
+        spec = change_levels([self.stage], levels)
+        if finishing is not None:
+            finishing.tail.spec = spec
 
     # ---- moving blocks -----------------------------------------------------------------------------------------------
 
@@ -288,6 +278,12 @@ class StreamRank:
         self.noted = noted(header, self.num_stages)
         self.noted[self.index, 0] = self.stage.load()
         self.noted[self.index, 1] = 0.0 if self.rebalancing is None else self.rebalancing.seconds_per_tick() or 0.0
+
+
+def _returned(header: torch.Tensor, going_on: torch.Tensor | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The message with the rows that go on; its header says how many, since levels may change until it is read."""
+    set_following(header, 0 if going_on is None else len(going_on))
+    return header, [] if going_on is None else [going_on]
 
 
 def _own(outputs: Sequence[torch.Tensor], message: Message) -> list[torch.Tensor]:

@@ -16,11 +16,12 @@ from dit_pipelining.errors import ConfigError, InputError
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.runtime.attach import EXECUTOR, rolling_of
 from dit_pipelining.runtime.owned import on_this_rank, owner_of
-from dit_pipelining.stream.checks import check_model, check_span, latent_shape
+from dit_pipelining.stream.checks import check_model, check_rate, check_span, latent_shape
 from dit_pipelining.stream.executor import run_in_one_process
 from dit_pipelining.stream.head import Pending, Source, StreamInput, endless
 from dit_pipelining.stream.kv_cache import DistributedKVCache
 from dit_pipelining.stream.layouts import Layouts
+from dit_pipelining.stream.levels import AdaptiveLevels, change_levels
 from dit_pipelining.stream.links import make_stream_links
 from dit_pipelining.stream.motion import MotionNoise
 from dit_pipelining.stream.noise import NoiseSource
@@ -30,7 +31,7 @@ from dit_pipelining.stream.rebalance import Rebalancing
 from dit_pipelining.stream.spec import StreamSpec
 from dit_pipelining.stream.stage import StreamStage
 from dit_pipelining.stream.tail import FinishedChunk
-from dit_pipelining.stream.vae import StreamVAE
+from dit_pipelining.stream.vae import FRAMES_PER_LATENT, StreamVAE
 from dit_pipelining.stream.vae_speed import speed_up
 from partitioners import Partition
 
@@ -68,6 +69,8 @@ class VideoStream:
         seed: of the noise.
         batched: rows of a tick in one batch; False: one after the other, for the bits of the sequential reference.
         max_sequence_length: tokens that prompts are padded to.
+        adaptive_fps: give up noise levels of the spec while the stream cannot keep this frame rate, and take them back when
+            it can (levels.py). None: the levels stay.
 
     Attributes:
         is_output: whether this rank yields the frames: that of the last stage.
@@ -88,6 +91,7 @@ class VideoStream:
         seed: int = 0,
         batched: bool = True,
         max_sequence_length: int = MAX_TEXT_LENGTH,
+        adaptive_fps: float | None = None,
     ) -> None:
         self.pipeline = pipeline
         self.spec = spec
@@ -97,6 +101,9 @@ class VideoStream:
                 f"a stream runs on pipeline_parallel_size x cfg_parallel_size={self.rolling.mesh.size} ranks, but "
                 f"{dist.get_world_size()} were launched: leave the other sizes at 1."
             )
+        if adaptive_fps is not None:
+            check_rate(adaptive_fps)
+        self.adaptive_fps = adaptive_fps
         self._text_length = max_sequence_length
         self._is_running = False
         model = pipeline.transformer
@@ -194,14 +201,20 @@ class VideoStream:
     def run_latents(self, sources: Sequence[Source] | None = None) -> Iterator[FinishedChunk]:
         """As `run`, but latents, for a decoder of one's own."""
         given = [endless() for _ in range(self.spec.streams)] if sources is None else sources
+        levels = None
+        if self.adaptive_fps is not None:
+            change_levels(self.stages, self.spec.levels)  # an earlier run may have ended with fewer
+            levels = AdaptiveLevels(
+                self.spec.levels, FRAMES_PER_LATENT * self.spec.frames_per_chunk / self.adaptive_fps
+            )
         if self._rank is None:
-            yield from run_in_one_process(self.stages, given, self.noise)
+            yield from run_in_one_process(self.stages, given, self.noise, levels)
             return
         assert self.rolling is not None
         with self.rolling.guard.call():
             self._is_running = True
             try:
-                yield from on_own_stream(self._rank.run(given), self.device)
+                yield from on_own_stream(self._rank.run(given, levels), self.device)
             finally:
                 self._is_running = False
 
@@ -209,6 +222,11 @@ class VideoStream:
     def is_distributed(self) -> bool:
         """Whether the stages are on several ranks."""
         return self._rank is not None
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """The noise levels that chunks pass now, on this rank."""
+        return self.stages[0].spec.levels
 
     @property
     def num_pipelines(self) -> int:

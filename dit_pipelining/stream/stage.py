@@ -36,7 +36,7 @@ class StreamStage:
     Args:
         split: the model in stages.
         index: of this stage.
-        spec: of the streams.
+        spec: of the streams, with the most levels that they will have.
         shape: of the latents of one chunk, (1, channels, frames, height, width).
         prompts: what each stream shows, on this rank.
         caches: of this stage's blocks.
@@ -70,6 +70,7 @@ class StreamStage:
         self._blocks: list[nn.Module] = []
         self._times: tuple[tuple[float, ...], torch.Tensor] | None = None
         self._given = 0.0
+        self._most_rows = spec.max_rows
         self.rebuild(split, index)
 
     def rebuild(self, split: SplitModel, index: int) -> None:
@@ -88,6 +89,11 @@ class StreamStage:
         if index and any("hidden_states" in program.inputs for program in self.module.programs.values()):
             raise InputError("a stage behind the first one reads the latents, which it does not get.")
 
+    def change_spec(self, spec: StreamSpec) -> None:
+        """Go on with other levels; the caches have been changed, and nothing is in flight."""
+        self.spec = spec
+        self.rebuild(self.split, self.module.stage_index)
+
     def block_names(self, index: int) -> list[str]:
         """The blocks of a stage."""
         start, end = self.split.partition.ranges[index]
@@ -100,7 +106,7 @@ class StreamStage:
 
     def largest_hop(self) -> int:
         """Bytes of the largest message between any two stages, each tensor aligned."""
-        largest, parts = max(self._graphs), 1 if self.batched else self.spec.max_rows
+        largest, parts = max(self._graphs), 1 if self.batched else self._most_rows
         messages = self.module.messages(self._graphs[largest])
         return max((slot_bytes(own * parts) for own in map(list, messages)), default=0)
 
@@ -203,7 +209,7 @@ class StreamStage:
         return table
 
     def _batch_sizes(self) -> range:
-        return range(1, self.spec.max_rows + 1) if self.batched else range(1, 2)
+        return range(1, self._most_rows + 1) if self.batched else range(1, 2)
 
     def _resolve(self, count: int) -> BlockGraph:
         """The captured forward for this many rows."""

@@ -11,7 +11,7 @@ from diffusers import WanTransformer3DModel
 
 from dit_pipelining.api import split_model
 from dit_pipelining.stream.executor import run_in_one_process
-from dit_pipelining.stream.head import StreamInput
+from dit_pipelining.stream.head import Levels, StreamInput
 from dit_pipelining.stream.kv_cache import DistributedKVCache
 from dit_pipelining.stream.layouts import Layouts
 from dit_pipelining.stream.links import make_stream_links
@@ -50,17 +50,31 @@ def noise(dtype: torch.dtype) -> NoiseSource:
 
 
 def run(
-    made: Sequence[StreamStage], inputs: Sequence[Sequence[StreamInput]]
+    made: Sequence[StreamStage], inputs: Sequence[Sequence[StreamInput]], levels: Levels | None = None
 ) -> tuple[list[list[torch.Tensor]], list[FinishedChunk]]:
     """Finished latents of each stream, and everything in the order in which it came."""
     sources = [iter(own) for own in inputs]
     with torch.no_grad():
-        finished = list(run_in_one_process(made, sources, noise(made[0].dtype)))
+        finished = list(run_in_one_process(made, sources, noise(made[0].dtype), levels))
     streams: list[list[torch.Tensor]] = [[] for _ in inputs]
     for chunk in finished:
         assert chunk.index == len(streams[chunk.stream])
         streams[chunk.stream].append(chunk.latents)
     return streams, finished
+
+
+class Script:
+    """Changes the levels from given chunks on."""
+
+    def __init__(self, changes: dict[int, tuple[float, ...]]) -> None:
+        self.changes = dict(changes)
+        self.chunks = 0
+
+    def started(self, waited: bool) -> None:
+        self.chunks += 1
+
+    def wanted(self, busy: float) -> tuple[float, ...] | None:
+        return self.changes.pop(self.chunks, None)
 
 
 def rank(

@@ -4,6 +4,7 @@ It shares the noise with the code under test, and nothing else: the context is a
 rotary tables come from diffusers' own module with a table long enough for all positions.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -115,11 +116,22 @@ class Reference:
         source: list[torch.Tensor] | None = None,
         scales: list[float] | None = None,
         starts: tuple[int, ...] = (0,),
+        changes: dict[int, tuple[tuple[float, ...], list[int]]] | None = None,
     ) -> list[torch.Tensor]:
-        """The clean chunks of one stream; prompts by the first chunk that shows them, `starts` where it forgets the past."""
+        """The clean chunks of one stream; prompts by the first chunk that shows them, `starts` where it forgets the past.
+
+        With `changes` other levels from a chunk on, and for each the number of the old one whose context it takes over.
+        """
         spec, blocks = self.spec, len(self.transformer.blocks)
         levels, done, first = spec.num_levels, [], 0
+        caches: list[Any] = []
         for chunk in range(chunks):
+            if chunk in (changes or {}):
+                assert changes is not None
+                own_levels, taken = changes[chunk]
+                spec = self.spec = replace(spec, levels=own_levels)
+                levels = spec.num_levels
+                caches = [[[dict(block) for block in branch[old]] for old in taken] for branch in caches]
             if chunk in starts:
                 caches = [[[{} for _ in range(blocks)] for _ in range(levels)] for _ in range(2)]
                 first = chunk

@@ -79,7 +79,8 @@ def streamed(own: StreamSpec, graphs: bool, counts: tuple[int, ...]) -> list[lis
         stage.module.cuda_graphs = True
         for program in list(stage.module.programs.values()):
             stage.module.add_program(program)
-    return harness.run(made, [inputs() for _ in range(own.streams)])[0]
+    changes = harness.Script({10: own.levels[:1]} if own.policy == "level" else {})
+    return harness.run(made, [inputs() for _ in range(own.streams)], changes)[0]
 
 
 @pytest.mark.usefixtures("_taped")
