@@ -29,13 +29,14 @@ class StreamDisplay:
     ) -> None:
         self._live.__exit__(kind, error, traceback)
 
-    def update(self, reading: Reading, loads: list[float], dropped: int) -> None:
+    def update(self, reading: Reading, loads: list[float], dropped: int, levels: int) -> None:
         """Show new numbers.
 
         Args:
             reading: of the stream's metrics.
             loads: share of the time that each stage works.
             dropped: chunks that the consumer did not get.
+            levels: noise levels that chunks pass now.
         """
         numbers = Table(box=None, show_header=False, pad_edge=False)
         numbers.add_column(style="bold", justify="right")
@@ -46,6 +47,7 @@ class StreamDisplay:
         numbers.add_row(f"{reading.latency:.2f}", "s latency of the last chunk")
         numbers.add_row(f"{reading.misses}", "deadlines missed")
         numbers.add_row(f"{dropped}", "chunks dropped")
+        numbers.add_row(f"{levels}", "noise levels")
         stages = Table(box=None, show_header=False, pad_edge=False)
         for index, load in enumerate(loads):
             filled = round(BAR * min(load, 1.0))

@@ -63,7 +63,8 @@ def main() -> None:
         choice = tune(stream, goals.target_fps or 0.0, args.max_latency, first)
         if stream.is_output:
             print(f"chosen: {describe(choice)} expected")
-        stream = open_stream(pipeline, choice.spec, **sizes(args))
+        adaptive = goals.target_fps if goals.adaptive_steps else None
+        stream = open_stream(pipeline, choice.spec, **sizes(args), adaptive_fps=adaptive)
     embedded = {chunk: stream.embed(prompt) for chunk, prompt in changes.items()}
     source = with_prompts(limited(source_of(args, stream), chunks_of(args)), embedded)
     if stream.is_output:
@@ -95,6 +96,9 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--noise-scale", type=float, help="noise of the first level, with a video")
     parser.add_argument("--motion", action="store_true", help="let what moves choose the noise scale")
     parser.add_argument("--target-fps", type=float, help="choose the number of levels by measuring")
+    parser.add_argument(
+        "--adaptive-steps", action="store_true", help="also give up levels where the rate is missed, and take them back"
+    )
     parser.add_argument("--max-latency", type=float, help="seconds, with --target-fps")
     parser.add_argument("--queue", type=int, default=8, help="chunks that may wait to be written")
     parser.add_argument("--drop", choices=DROPS, default="none", help="which chunk goes when more wait")
@@ -105,8 +109,10 @@ def flags() -> argparse.ArgumentParser:
 def goals_of(args: argparse.Namespace) -> StreamGoals:
     """What the flags say, else the environment and the file of --config."""
     goals = load_goals(args.config)
+    if args.adaptive_steps and args.target_fps is None:
+        raise ConfigError("--adaptive-steps needs --target-fps: something to adapt to.")
     if args.target_fps is not None:
-        return replace(goals, target_fps=args.target_fps)
+        return replace(goals, target_fps=args.target_fps, adaptive_steps=args.adaptive_steps or goals.adaptive_steps)
     return goals if goals.adaptive_steps else replace(goals, target_fps=None, max_ttff_ms=None)
 
 
@@ -207,7 +213,7 @@ def show(stream: VideoStream, source: Source, args: argparse.Namespace) -> None:
     with StreamDisplay() as display:
         for chunk in watched(stream, source, metrics):
             consumer.put(chunk)
-            display.update(metrics.read(), stream.loads(), consumer.dropped)
+            display.update(metrics.read(), stream.loads(), consumer.dropped, len(stream.levels))
     consumer.close()
     writer.close()
     print(f"video: {args.output}")

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,19 +14,17 @@ from dit_pipelining.comm.cuda_streams import on_own_stream
 from dit_pipelining.errors import ConfigError, InputError
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.runtime.attach import EXECUTOR, rolling_of
-from dit_pipelining.runtime.owned import on_this_rank, owner_of
+from dit_pipelining.runtime.owned import on_this_rank
 from dit_pipelining.stream.checks import check_model, check_rate, check_span, latent_shape
 from dit_pipelining.stream.executor import run_in_one_process
 from dit_pipelining.stream.head import Pending, Source, StreamInput, endless
+from dit_pipelining.stream.joining import join_ranks
 from dit_pipelining.stream.kv_cache import DistributedKVCache
-from dit_pipelining.stream.layouts import Layouts
 from dit_pipelining.stream.levels import AdaptiveLevels, change_levels
-from dit_pipelining.stream.links import make_stream_links
 from dit_pipelining.stream.motion import MotionNoise
 from dit_pipelining.stream.noise import NoiseSource
 from dit_pipelining.stream.prompts import Prompts
 from dit_pipelining.stream.rank import StreamRank
-from dit_pipelining.stream.rebalance import Rebalancing
 from dit_pipelining.stream.spec import StreamSpec
 from dit_pipelining.stream.stage import StreamStage
 from dit_pipelining.stream.tail import FinishedChunk
@@ -136,7 +133,10 @@ class VideoStream:
         ]
         is_first = self.rolling is None or self.rolling.mesh.replica == 0
         self.is_output = is_first and (self.stage_index == num_stages - 1 or self.rolling is None)
-        self._rank = self._make_rank(num_stages)
+        self._rank: StreamRank | None = None
+        if self.rolling is not None and self.rolling.mesh.size > 1:
+            self._rank = join_ranks(pipeline, self.rolling, spec, self.stages[0], self.noise)
+            self.rolling.guard.on_beat(self._check_overdue)
         self._decoders = [StreamVAE(pipeline.vae) for _ in range(spec.streams)] if self.is_output else []
         if self.device.type == "cuda" and any(stage.module.compiled for stage in self.stages):
             speed_up(pipeline.vae)
@@ -257,41 +257,6 @@ class VideoStream:
         frames = decoder.decode_chunk(decoder.denormalise(chunk.latents))[0]
         shown = (frames.permute(1, 2, 3, 0).float() / 2 + 0.5).clamp(0, 1)
         return VideoChunk(chunk.stream, chunk.index, shown, time.time() - chunk.facts.started)
-
-    def _make_rank(self, num_stages: int) -> StreamRank | None:
-        if self.rolling is None or self.rolling.mesh.size == 1:
-            return None
-        mesh = self.rolling.mesh
-        if mesh.replicas > self.spec.branches:
-            raise ConfigError(
-                f"cfg_parallel_size={mesh.replicas}: a stream takes one pipeline per branch of guidance, and with "
-                f"guidance_scale={self.spec.guidance_scale:g} there are {self.spec.branches}."
-            )
-        output, owner = mesh.ranks_of(0)[-1], owner_of(self.pipeline.vae)
-        if owner not in (None, output):
-            raise ConfigError(
-                f"the VAE lives on rank {owner}, but a stream's frames are decoded on rank {output}, the last stage's; use "
-                f"ParallelConfig(component_ranks={{'vae': {output}}})."
-            )
-        executor = self.pipeline.transformer.__dict__[EXECUTOR]
-        seconds = executor.config.timeout_seconds
-        rebalancing = Rebalancing(executor) if executor.rebalancer is not None and mesh.replicas == 1 else None
-        pipelines = [mesh.ranks_of(replica) for replica in range(mesh.replicas)]
-        sizes = Layouts(self.stages[0], self.noise).sizes()
-        links = make_stream_links(pipelines, timedelta(seconds=seconds), self.rolling.transport, self.device, sizes)
-        self.rolling.guard.on_failure(links.release_waits)
-        self.rolling.guard.on_beat(self._check_overdue)
-        return StreamRank(
-            self.stages[0],
-            self.stage_index,
-            num_stages,
-            links,
-            self.noise,
-            seconds,
-            rebalancing,
-            is_twin=mesh.replica == 1,
-            guidance_scale=self.spec.guidance_scale,
-        )
 
     def _check_overdue(self) -> str | None:
         spent = max(stage.seconds_unfinished() for stage in self.stages)

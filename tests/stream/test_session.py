@@ -13,6 +13,7 @@ from dit_pipelining.api import ParallelConfig, load_pipeline, open_stream
 from dit_pipelining.errors import ConfigError, InputError
 from dit_pipelining.stream import rank as rank_module
 from dit_pipelining.stream.head import Source, StreamInput
+from dit_pipelining.stream.levels import PATIENCE
 from dit_pipelining.stream.motion import MotionNoise
 from dit_pipelining.stream.rebalance import Rebalancing
 from dit_pipelining.stream.session import VideoStream
@@ -118,6 +119,20 @@ def test_blocks_that_move_in_mid_stream_change_no_bit(ranks: RankPool, wan: Path
     assert after == before[::-1] != before
     assert all(torch.equal(one, other) for one, other in zip(frames, alone, strict=True))
     assert first + second == CHUNKS * SPEC.num_levels * 3  # each row crosses each of the three blocks once
+
+
+def adapted(folder: Path, stages: int, fps: float) -> tuple[int, tuple[float, ...]]:
+    """Chunks that come out of a stream that shall reach a frame rate, and its levels at the end."""
+    pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=stages, **STREAMING))
+    stream = open_stream(pipeline, SPEC, prompt="a red cat", adaptive_fps=fps, **SIZE)
+    return len(list(stream.run(noise(2 * PATIENCE)))), stream.levels
+
+
+def test_a_stream_that_misses_its_deadlines_gives_up_levels_on_all_ranks(ranks: RankPool, wan: Path) -> None:
+    assert ranks.run(2, adapted, wan, 2, 1e6) == [(0, SPEC.levels[:1]), (2 * PATIENCE, SPEC.levels[:1])]
+    assert adapted(wan, 1, 1e-3) == (2 * PATIENCE, SPEC.levels)
+    with pytest.raises(ConfigError, match="adaptive_fps=0: expected frames per second"):
+        adapted(wan, 1, 0)
 
 
 def test_frames_are_those_of_the_whole_clip(wan: Path) -> None:
