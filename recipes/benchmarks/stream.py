@@ -14,13 +14,16 @@ encodes, the last one decodes. Every row is written as it comes.
 """
 
 import argparse
+import os
 
 import torch
 from reporting import show, write
 from stream_gpu import MODELS, MODES, SIZES, Workload, on_one_gpu, table
+from stream_ranks import on_several_gpus
 from stream_sleeping import sleeping
 
 CARD = "one H100"
+DEVICE = torch.device("cuda", 0)
 
 
 def main() -> None:
@@ -34,6 +37,7 @@ def main() -> None:
     flags.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=["480p", "512x512"])
     flags.add_argument("--levels", type=int, nargs="+", choices=(1, 2, 3, 4), default=[1, 2, 3, 4])
     flags.add_argument("--compile", nargs="+", choices=MODES, default=["blocks-cudagraphs"], help="see ParallelConfig")
+    flags.add_argument("--transport", choices=("peer", "host", "nccl"), default="peer", help="between several GPUs")
     flags.add_argument("--json")
     args = flags.parse_args()
     if not args.sleep and not args.gpu:
@@ -55,11 +59,15 @@ def on_gpus(args: argparse.Namespace) -> None:
         sizes = tuple(size for size in args.sizes if size in MODELS[name].published)
         for mode in args.compile:
             workload = Workload(name, sizes, tuple(args.levels), args.chunks, mode)
-            for row in on_one_gpu(workload, torch.device("cuda", 0)):
+            several = "WORLD_SIZE" in os.environ
+            rows = on_several_gpus(workload, args.transport) if several else on_one_gpu(workload, DEVICE)
+            for row in rows:
                 found.append(row)
-                print({key: value for key, value in row.items() if key != "samples"}, flush=True)
+                print(row, flush=True)
                 write(args.json, {"device": torch.cuda.get_device_name(), "rows": found})
         torch.cuda.empty_cache()
+    if not found:  # the last of several ranks has them
+        return
     show(f"{torch.cuda.get_device_name()}, random weights, bf16; published: {CARD}", table(found))
 
 
