@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from diffusers.guiders.guider_utils import BaseGuidance
 from diffusers.hooks import layer_skip, smoothed_energy_guidance_utils
 from torch import nn
@@ -95,6 +96,7 @@ def _shell(model: nn.Module) -> nn.Module:
         memo[id(tensor)] = nn.Parameter(blank, requires_grad=False) if is_parameter else blank
     for module in model.modules():
         memo |= {id(vars(module)[key]): None for key in LEFT_BY_HOOKS if key in vars(module)}
+        memo |= {id(value): value for value in vars(module).values() if isinstance(value, dist.ProcessGroup)}
     shell = nn.Module()
     for name, child in model.named_children():
         shell.add_module(name, copy.deepcopy(child, memo))

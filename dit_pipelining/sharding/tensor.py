@@ -15,6 +15,7 @@ from torch import nn
 
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.sharding.tensor_layers import NORMS, Shard, cut_layer
+from dit_pipelining.sharding.tensor_names import Rotary
 from dit_pipelining.sharding.tensor_plans import TensorPlan, tensor_plan
 
 
@@ -72,8 +73,8 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup, blocks: Se
         for attribute in attributes:
             if isinstance(count := getattr(module, attribute, None), int):
                 setattr(module, attribute, count // size)
-    for name, arguments in plan.rotary.items():
-        hook = _cut_rotary(arguments, dist.get_rank(group), size)
+    for name, rotary in plan.rotary.items():
+        hook = _cut_rotary(rotary, dist.get_rank(group), size)
         model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
     return shards
 
@@ -100,18 +101,14 @@ def refuse_additions(model: nn.Module, known: frozenset[str]) -> None:
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def _cut_rotary(names: Sequence[str], index: int, count: int) -> Callable[[nn.Module, Any, Any], Arguments]:
-    """A hook that gives an attention module its heads' part of rotary tables.
-
-    Tables have the shape (batch, tokens, channels of all heads), or (batch, heads, tokens, channels).
-    """
+def _cut_rotary(rotary: Rotary, index: int, count: int) -> Callable[[nn.Module, Any, Any], Arguments]:
+    """A hook that gives an attention module its heads' part of rotary tables."""
 
     def part(table: torch.Tensor) -> torch.Tensor:
-        dim = 1 if table.ndim == 4 else -1
-        return table.chunk(count, dim)[index]
+        return table.chunk(count, rotary.dims[table.ndim])[index]
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        own = {name: tuple(map(part, kwargs[name])) for name in names if kwargs.get(name) is not None}
-        return args, {**kwargs, **own}
+        tables = {name: kwargs[name] for name in rotary.arguments if kwargs.get(name) is not None}
+        return args, {**kwargs, **{name: tuple(map(part, table)) for name, table in tables.items()}}
 
     return hook

@@ -6,10 +6,8 @@ width, by their outputs ("column"), the projection that joins them by its inputs
 and its own part of the hidden width, and one sum over the ranks after each row-wise layer gives all of them the whole
 result. Everything else of a block (modulation, norms over the model's width) is small and stays whole on every rank.
 
-Where diffusers gives a class a `_tp_plan`, that plan is taken. For the others a plan is made from the modules of the blocks:
-attention whose layers have diffusers' names, and known kinds of feed-forward. Attention with a processor that is not listed
-here is refused, since it may use heads in a way that a cut would make wrong; the tests compare each of these with the uncut
-model.
+Where diffusers gives a class a `_tp_plan`, that plan is taken. For the others a plan is made from the modules of the blocks,
+by the names that `tensor_names` knows.
 """
 
 import math
@@ -20,50 +18,24 @@ from typing import Any, Literal
 from torch import nn
 
 from dit_pipelining.errors import ConfigError
+from dit_pipelining.sharding.tensor_names import (
+    COLUMN_LAYERS,
+    COUNTS_OF_HEADS,
+    FEED_FORWARD,
+    HEADS,
+    HIDDEN_WIDTHS,
+    KEYS,
+    MORE_COUNTS,
+    NORMS_OF_HEADS,
+    PROCESSORS,
+    QUERIES,
+    REFUSED,
+    ROTARY,
+    ROW_LAYERS,
+    Rotary,
+)
 
 Style = Literal["column", "row", "norm"]
-
-COLUMN_LAYERS = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_gate_logits")
-ROW_LAYERS = ("to_out", "to_add_out")
-QUERY_NORMS = ("norm_q", "norm_added_q")
-KEY_NORMS = ("norm_k", "norm_added_k")
-COUNTS_OF_HEADS = ("heads", "inner_dim", "inner_kv_dim", "kv_inner_dim", "kv_heads", "sliceable_head_dim")
-"""Attributes of attention modules from which processors compute shapes; a rank has its share of each."""
-HIDDEN_WIDTHS = ("mlp_hidden_dim",)
-"""The same of blocks that join heads and hidden width in one projection."""
-
-PROCESSORS = frozenset(
-    {"AllegroAttnProcessor2_0", "AttnProcessor", "AttnProcessor2_0", "AuraFlowAttnProcessor2_0", "BriaAttnProcessor"}
-    | {"BriaFiboAttnProcessor", "CogVideoXAttnProcessor2_0", "CogView4AttnProcessor", "CosmosAttnProcessor2_0"}
-    | {"ErnieImageSingleStreamAttnProcessor", "Flux3AttnProcessor", "FluxAttnProcessor", "GlmImageAttnProcessor"}
-    | {"HeliosAttnProcessor", "HunyuanAttnProcessor2_0", "HunyuanImageAttnProcessor", "HunyuanVideo15AttnProcessor2_0"}
-    | {"HunyuanVideoAttnProcessor2_0", "JointAttnProcessor2_0", "LTX2AudioVideoAttnProcessor", "LTXVideoAttnProcessor"}
-    | {
-        "LTX2PerturbedAttnProcessor",
-        "LongCatImageAttnProcessor",
-        "NucleusMoEAttnProcessor2_0",
-        "OvisImageAttnProcessor",
-    }
-    | {"SanaAttnProcessor2_0", "SanaLinearAttnProcessor2_0", "SanaLinearAttnProcessor3_0", "SkyReelsV2AttnProcessor"}
-    | {"StableAudioAttnProcessor2_0", "WanAttnProcessor"}
-)
-"""diffusers' attention processors that work on whatever heads an attention module has."""
-
-ROTARY_OVER_CHANNELS: Mapping[str, tuple[str, ...]] = {
-    "LTXAttention": ("image_rotary_emb",),
-    "LTX2Attention": ("query_rotary_emb", "key_rotary_emb"),
-}
-"""Arguments that hold rotary tables of all heads side by side, because they are applied before heads are told apart."""
-
-FEED_FORWARD: Mapping[str, Mapping[str, Style]] = {
-    "FeedForward": {"net.0.proj": "column", "net.2": "row"},
-    "LuminaFeedForward": {"linear_1": "column", "linear_3": "column", "linear_2": "row"},
-    "AuraFlowFeedForward": {"linear_1": "column", "linear_2": "column", "out_projection": "row"},
-}
-"""Layers of feed-forward modules by class. Those of other classes stay whole."""
-
-FUSED_GATES = ("GEGLU", "SwiGLU")
-"""Activations whose projection makes value and gate at once."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +59,13 @@ class TensorPlan:
     Attributes:
         layers: by name of the linear layer or norm.
         counts: by name of a module, its attributes that are divided: numbers of heads, and of channels of all heads.
-        rotary: by name of an attention module, its arguments that are cut along their last dimension (or along heads).
+        rotary: by name of an attention module, its arguments that are cut as heads are.
         units: what has to divide by the number of ranks: heads, and sizes of stretches.
     """
 
     layers: Mapping[str, LayerCut]
     counts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    rotary: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    rotary: Mapping[str, Rotary] = field(default_factory=dict)
     units: Mapping[str, int] = field(default_factory=dict)
 
     def sizes(self) -> list[int]:
@@ -112,6 +84,7 @@ def tensor_plan(model: nn.Module, blocks: Sequence[str]) -> TensorPlan:
     Raises:
         ConfigError: there is none; names the module for which it is missing, and why.
     """
+    _refuse_known("", type(model).__name__, model, model)
     given = getattr(model, "_tp_plan", None)
     plan = _from_diffusers(model, given) if given else _from_modules(model, blocks)
     if not plan.layers:
@@ -176,7 +149,7 @@ def _translated(name: str, layer: nn.Module, style: Any) -> LayerCut:
 def _from_modules(model: nn.Module, blocks: Sequence[str]) -> TensorPlan:
     layers: dict[str, LayerCut] = {}
     counts: dict[str, tuple[str, ...]] = {}
-    rotary: dict[str, tuple[str, ...]] = {}
+    rotary: dict[str, Rotary] = {}
     units: dict[str, int] = {}
     for block in blocks:
         for name, module in model.get_submodule(block).named_modules(prefix=block):
@@ -184,10 +157,10 @@ def _from_modules(model: nn.Module, blocks: Sequence[str]) -> TensorPlan:
                 _refuse_unknown(model, name, module)
                 fused = _joined_outside(model, name, module)
                 layers |= _attention_layers(name, module) | fused
-                counts[name] = COUNTS_OF_HEADS
+                counts[name] = COUNTS_OF_HEADS + MORE_COUNTS.get(_processor(module), ())
                 if fused:
                     counts[name.rpartition(".")[0]] = HIDDEN_WIDTHS
-                if arguments := ROTARY_OVER_CHANNELS.get(type(module).__name__):
+                if arguments := ROTARY.get(type(module).__name__):
                     rotary[name] = arguments
                 units |= {f"{name}: {what}": size for what, size in _head_counts(module).items()}
                 units |= {key: size for key, cut in fused.items() for size in cut.parts}
@@ -199,11 +172,30 @@ def _from_modules(model: nn.Module, blocks: Sequence[str]) -> TensorPlan:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "to_q", None), nn.Module)
+    return type(module).__name__ in REFUSED or _first(module, QUERIES) is not None
+
+
+def _first(module: nn.Module, names: Sequence[str]) -> Any:
+    """The first layer that a module has of these, or of what a list of that name starts with."""
+    found = (getattr(module, name, None) for name in names)
+    return next((layer for layer in found if isinstance(layer, nn.Module)), None)
+
+
+def _processor(module: nn.Module) -> str:
+    return type(getattr(module, "processor", module)).__name__
+
+
+def _refuse_known(name: str, kind: str, module: nn.Module, model: nn.Module) -> None:
+    if (refuse := REFUSED.get(kind)) is not None and (reason := refuse(module)) is not None:
+        place = f"{name} of {type(model).__name__} ({kind})" if name else f"of {type(model).__name__}"
+        raise ConfigError(
+            f"tensor_parallel_size: the attention {place} cannot be cut: {reason}. Use pipeline_parallel_size."
+        )
 
 
 def _refuse_unknown(model: nn.Module, name: str, module: nn.Module) -> None:
-    processor = type(getattr(module, "processor", module)).__name__
+    processor = _processor(module)
+    _refuse_known(name, processor, module, model)
     own = [key for key, _ in module.named_parameters(recurse=False)]
     if processor not in PROCESSORS or own:
         what = f"the parameter {own[0]!r}" if own else f"the processor {processor}"
@@ -214,28 +206,42 @@ def _refuse_unknown(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _attention_layers(name: str, module: nn.Module) -> dict[str, LayerCut]:
+    inner = _inner_width(module)
     found: dict[str, LayerCut] = {}
     for key in COLUMN_LAYERS:
         if isinstance(layer := getattr(module, key, None), nn.Module):
-            found[f"{name}.{key}"] = LayerCut("column", (_size(layer, "column"),))
+            found[f"{name}.{key}"] = LayerCut("column", _stretches(layer, inner))
     for key in ROW_LAYERS:
         layer = getattr(module, key, None)
         if isinstance(layer, nn.ModuleList):
             key, layer = f"{key}.0", layer[0]
         if isinstance(layer, nn.Module):
             found[f"{name}.{key}"] = LayerCut("row", (_size(layer, "row"),))
-    for keys, source in ((QUERY_NORMS, "to_q"), (KEY_NORMS, "to_k")):
-        width = getattr(module, source).out_features
-        for key in keys:
-            norm = getattr(module, key, None)
-            if norm is not None and _norm_width(norm) == width and width != width // _head_counts(module)["heads"]:
-                found[f"{name}.{key}"] = LayerCut("norm", (width,))
+    key_width = _size(_first(module, KEYS), "column") or inner
+    heads = _head_counts(module)["heads"]
+    for key in NORMS_OF_HEADS:
+        norm = getattr(module, key, None)
+        if norm is not None and heads > 1 and (width := _norm_width(norm)) in (inner, key_width):
+            found[f"{name}.{key}"] = LayerCut("norm", (width,))
     return found
 
 
-def _size(layer: nn.Module, style: Style) -> int:
+def _inner_width(module: nn.Module) -> int:
+    """Of all heads together."""
+    join = _first(module, ROW_LAYERS)
+    join = join[0] if isinstance(join, nn.ModuleList) else join
+    return _size(join, "row") or _size(_first(module, QUERIES), "column")
+
+
+def _size(layer: nn.Module | None, style: Style) -> int:
     """Of the dimension that is cut; 0 for a layer of another kind, which is refused later."""
     return int(getattr(layer, "in_features" if style == "row" else "out_features", 0))
+
+
+def _stretches(layer: nn.Module, width: int) -> tuple[int, ...]:
+    """The outputs of a layer, taken apart where it makes several things of that width side by side."""
+    size = _size(layer, "column")
+    return (width,) * (size // width) if width and size > width and size % width == 0 else (size,)
 
 
 def _norm_width(norm: nn.Module) -> int | None:
@@ -246,10 +252,9 @@ def _norm_width(norm: nn.Module) -> int | None:
 
 def _head_counts(module: nn.Module) -> dict[str, int]:
     """Heads of queries and, where they are fewer, of keys and values."""
-    heads = int(module.heads)  # type: ignore[arg-type]
-    width = module.to_q.out_features // heads  # type: ignore[union-attr,operator]
-    keys = module.to_k.out_features // width  # type: ignore[union-attr,operator]
-    return {"heads": heads, "key heads": int(keys)} if keys != heads else {"heads": heads}
+    heads = next(int(getattr(module, name)) for name in HEADS if isinstance(getattr(module, name, None), int))
+    keys = _size(_first(module, KEYS), "column") * heads // max(_inner_width(module), 1)
+    return {"heads": heads, "key heads": keys} if keys not in (0, heads) else {"heads": heads}
 
 
 def _joined_outside(model: nn.Module, name: str, module: nn.Module) -> dict[str, LayerCut]:
@@ -258,17 +263,17 @@ def _joined_outside(model: nn.Module, name: str, module: nn.Module) -> dict[str,
     Raises:
         ConfigError: the attention has no output projection, and neither has its block one of that kind.
     """
-    if getattr(module, "to_out", None) is not None:
+    if _first(module, ROW_LAYERS) is not None:
         return {}
     parent_name = name.rpartition(".")[0]
     parent = model.get_submodule(parent_name)
     make, join = getattr(parent, "proj_mlp", None), getattr(parent, "proj_out", None)
     if isinstance(make, nn.Linear) and isinstance(join, nn.Linear):
-        inner = int(module.to_q.out_features)  # type: ignore[union-attr,arg-type]
+        inner = _inner_width(module)
         hidden = join.in_features - inner
         if hidden > 0 and make.out_features % hidden == 0:
             return {
-                f"{parent_name}.proj_mlp": LayerCut("column", (hidden,) * (make.out_features // hidden)),
+                f"{parent_name}.proj_mlp": LayerCut("column", _stretches(make, hidden)),
                 f"{parent_name}.proj_out": LayerCut("row", (inner, hidden)),
             }
     raise ConfigError(
@@ -278,14 +283,10 @@ def _joined_outside(model: nn.Module, name: str, module: nn.Module) -> dict[str,
 
 
 def _feed_forward_layers(name: str, module: nn.Module) -> dict[str, LayerCut]:
-    styles = FEED_FORWARD.get(type(module).__name__, {})
     known = dict(module.named_modules())
-    if not styles or any(not isinstance(known.get(key), nn.Linear) for key in styles):
-        return {}
-    found: dict[str, LayerCut] = {}
-    for key, style in styles.items():
-        size = _size(known[key], style)
-        owner = known[key.rpartition(".")[0]] if "." in key else module
-        pieces = 2 if type(owner).__name__ in FUSED_GATES else 1
-        found[f"{name}.{key}"] = LayerCut(style, (size // pieces,) * pieces)
-    return found
+    for columns, row in FEED_FORWARD.get(type(module).__name__, ()):
+        if all(isinstance(known.get(key), nn.Linear) for key in (*columns, row)):
+            hidden = _size(known[row], "row")
+            found = {f"{name}.{key}": LayerCut("column", _stretches(known[key], hidden)) for key in columns}
+            return found | {f"{name}.{row}": LayerCut("row", (hidden,))}
+    return {}

@@ -79,10 +79,16 @@ def attend(
         (batch, heads, own tokens, dim).
 
     Raises:
-        InputError: an attention that cannot be spread: causal, or with a mask that tells queries apart.
+        InputError: an attention that cannot be spread: causal, with a mask that tells queries apart, or with a number of
+            heads that does not divide.
     """
     if is_causal:
         raise InputError("causal attention cannot be spread over ranks by tokens; use ulysses_degree=1, ring_degree=1.")
+    if query.shape[1] % groups.ulysses_degree:
+        raise InputError(
+            f"an attention with {query.shape[1]} heads on each rank cannot share them among ulysses_degree="
+            f"{groups.ulysses_degree} ranks; use a degree that divides them, or ring_degree."
+        )
     counts = _Counts.of(groups, uneven and not is_fake(query), query.shape[2], key.shape[2])
     if attn_mask is not None:
         attn_mask = _all_of_mask(attn_mask, query.shape[1], key.shape[2], counts.keys, groups)

@@ -1,5 +1,6 @@
 """Blocks cut over tensor-parallel ranks compute what the whole model does, to the rounding of the sums over ranks."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dit_pipelining.weights.checkpoint import open_checkpoint
 from tests import checkpoints
 from tests.distributed import RankPool
 from tests.zoo import CASES, build_inputs, build_model, case_names
+from tests.zoo.case import Case
 from tests.zoo.test_zoo import tensors_in
 
 TOLERANCE = 1e-5
@@ -31,10 +33,44 @@ FAMILIES = (
     "SD35Transformer",  # two attentions in a block; the last one without output for the text
     "HunyuanVideoTransformer",  # joins heads and hidden width; plan made from modules
     "LTXTransformer",  # rotary tables of all heads side by side
+    "MochiTransformer",  # rotary tables for each head
+    "JoyImageEditTransformer",  # queries, keys and values by one layer
 )
 
 TAKES_WHOLE_HEADS = ("@kv-read", "@kv-cached")
-"""Cases whose inputs are caches that a whole model has filled."""
+"""How the names of cases end whose inputs are caches that a whole model has filled."""
+
+EVEN_HEADS: dict[str, dict[str, Any]] = {
+    "Cosmos3OmniTransformer": dict(hidden_size=24, num_attention_heads=4, num_key_value_heads=2),
+    "Lumina2Transformer": dict(hidden_size=32, num_attention_heads=4, num_kv_heads=2),
+    "ZImageTransformer": dict(dim=96, n_heads=6),
+}
+"""What the configurations of cases with an odd number of heads are changed to; variants with other inputs stay refused."""
+
+REFUSED = {
+    "AnyFlowFARTransformer3DModel": "caches with the keys and values of all heads",
+    "CosmosTransformer3DModel": "CosmosAttnProcessor2_5, of which it is not known",
+    "EasyAnimateTransformer3DModel": "the heads of the text leave it without an output projection",
+    "HeliosTransformer3DModel": "history_key_scale",
+    "LuminaNextDiT2DModel": "a gate for each head",
+    "MotifVideoTransformer3DModel": "reads the heads of another attention",
+    "PriorTransformer": "repeats the mask",
+    "RFD4ProteinaTransformer": "as wide together as the model",
+    "SanaWMLTX2RefinerTransformer3DModel": "SanaWMLTX2RefinerAttnProcessor, of which it is not known",
+    "SanaWMTransformer3DModel": "a state goes from frame to frame",
+    "WanAnimate2Transformer3DModel": "WanAnimate2AttnProcessor, of which it is not known",
+}
+"""Classes that are refused, or some of their variants, and why."""
+VARIANTS_ONLY = (
+    *("CosmosTransformer3DModel", "EasyAnimateTransformer3DModel", "HeliosTransformer3DModel"),
+    "MotifVideoTransformer3DModel",
+)
+
+
+def case_of(name: str) -> Case:
+    """The zoo's, with heads that two ranks can share where they are known to fit."""
+    case = CASES[name]
+    return replace(case, init={**case.init, **EVEN_HEADS.get(name, {})})
 
 
 def largest_error(found: Any, expected: Any) -> float:
@@ -47,8 +83,9 @@ def errors(names: tuple[str, ...], num_stages: int) -> dict[str, tuple[float, fl
     """By case: the largest errors of the cut model, whole and in stages; or why it was refused."""
     found: dict[str, tuple[float, float] | str] = {}
     for name in names:
-        model = build_model(CASES[name])
-        expected = model(**build_inputs(CASES[name]))
+        case = case_of(name)
+        model = build_model(case)
+        expected = model(**build_inputs(case))
         whole = sum(parameter.numel() for parameter in model.parameters())
         try:
             apply_tensor_parallel(model, dist.group.WORLD, find_blocks(model))
@@ -56,9 +93,9 @@ def errors(names: tuple[str, ...], num_stages: int) -> dict[str, tuple[float, fl
             found[name] = str(error)
             continue
         assert sum(parameter.numel() for parameter in model.parameters()) < whole
-        error = largest_error(model(**build_inputs(CASES[name])), expected)
-        split = split_model(model, num_stages, build_inputs(CASES[name]), partitioner="uniform")
-        found[name] = error, largest_error(split(**build_inputs(CASES[name])), expected)
+        error = largest_error(model(**build_inputs(case)), expected)
+        split = split_model(model, num_stages, build_inputs(case), partitioner="uniform")
+        found[name] = error, largest_error(split(**build_inputs(case)), expected)
     return found
 
 
@@ -74,10 +111,13 @@ def test_blocks_on_two_ranks_compute_what_the_model_does(ranks: RankPool) -> Non
 def test_every_class_is_cut_right_or_refused(ranks: RankPool, part: int) -> None:
     names = tuple(name for name in case_names() if not name.endswith(TAKES_WHOLE_HEADS))[part::8]
     for found in ranks.run(2, errors, names, 1):
-        refused = {name for name, own in found.items() if isinstance(own, str)}
-        assert all("tensor_parallel_size" in found[name] for name in refused)  # type: ignore[operator]
-        wrong = {name: own for name, own in found.items() if name not in refused and not max(own) < TOLERANCE}  # type: ignore[type-var]
-        assert not wrong
+        refused = {name: own for name, own in found.items() if isinstance(own, str)}
+        for name, reason in refused.items():
+            assert "tensor_parallel_size" in reason
+            assert "does not divide" in reason or REFUSED[CASES[name].model_class] in reason
+        for name, own in found.items():
+            assert name in refused or max(own) < TOLERANCE, name  # type: ignore[type-var]
+            assert name in refused or CASES[name].model_class in VARIANTS_ONLY or CASES[name].model_class not in REFUSED
 
 
 # ---- pipelines ----------------------------------------------------------------------------------------------------------
