@@ -15,9 +15,10 @@ from dit_pipelining.capture.graph import CaptureCache
 from dit_pipelining.capture.hooks import refuse_hooks
 from dit_pipelining.capture.signature import bind
 from dit_pipelining.comm.launch import Launch, launched_rank
-from dit_pipelining.comm.mesh import layout_of, line_group
+from dit_pipelining.comm.mesh import Mesh, layout_of, line_group
 from dit_pipelining.comm.processes import launch
-from dit_pipelining.config import ParallelConfig, check_partitioner, check_positive, early_counts_check
+from dit_pipelining.config import ParallelConfig
+from dit_pipelining.config_checks import check_partitioner, check_positive, early_counts_check
 from dit_pipelining.config_sources import load_config
 from dit_pipelining.costs.by_weight import owners_by_weight
 from dit_pipelining.costs.machine import RankChoice, machine
@@ -225,7 +226,7 @@ def _load(
     owners = _owners(config, sizes, models)
     tiles = _tiles(config, sizes, owners)
     device = launch.join()
-    mesh = layout_of(config).mesh(dist.get_rank())
+    mesh = Mesh.of(layout_of(config), dist.get_rank())
     stored = {name: mesh.line[owners[name]] for name in on_disk if name in owners}
     helpers = {name: own.compute for name, own in tiles.items()}
     group = line_group(mesh, timedelta(seconds=config.timeout_seconds))

@@ -6,19 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dit_pipelining.errors import ConfigError, WorldSizeError
-from partitioners import (
-    PARTITIONERS,
-    Partitioner,
-    RankSpec,
-    TooManyStagesError,
-    WrongNumberOfCountsError,
-    counts_from_environment,
-    parse_counts,
+from dit_pipelining.config_checks import (
+    check_contradictions,
+    check_partitioner,
+    check_positive,
+    early_counts_check,
+    hsdp_sizes,
 )
-from partitioners.errors import ARGUMENT
-from partitioners.explicit import ENVIRONMENT
-from partitioners.partition import check_counts
+from dit_pipelining.errors import ConfigError, WorldSizeError
+from partitioners import Partitioner, RankSpec, TooManyStagesError
 
 DEGREES = (
     "data_parallel_size",
@@ -29,14 +25,6 @@ DEGREES = (
     "tensor_parallel_size",
 )
 """Dimensions over which the ranks are laid out, the one that talks most last."""
-
-HSDP_CONTRADICTS = {
-    "tensor_parallel_size": "tensor-parallel ranks hold a part of each weight for good, and have nothing in common to shard",
-    "compile": "a compiled block does not see its weights come and go",
-    "rebalance": "blocks are moved as whole weights, which no rank holds",
-    "schedule": "torch's schedule runs one pipeline's calls, and replicas that share weights have to take part in them",
-}
-"""Why sharded weights do not go together with other settings."""
 
 SCHEDULES = ("rolling", "gpipe")
 COMPILE_MODES = (None, "blocks", "blocks-cudagraphs")
@@ -162,17 +150,7 @@ class ParallelConfig:
             raise ConfigError(
                 'vae_placement="shared" takes a rank from the blocks; use pipeline_parallel_size=2 or more.'
             )
-        if self.schedule == "gpipe" and self.cfg_parallel_size > 1:
-            raise ConfigError(
-                'schedule="gpipe" runs one pipeline; use schedule="rolling" with cfg_parallel_size above 1.'
-            )
-        if self.sequence_parallel_size > 1:
-            self._check_beside_sequence_parallel()
-        if self.tensor_parallel_size > 1 and self.rebalance:
-            raise ConfigError(
-                "rebalance moves blocks by what one pipeline measures, but with tensor_parallel_size several must move alike; "
-                "leave one of them out."
-            )
+        check_contradictions(self)
         seconds = self.timeout_seconds
         if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
             raise ConfigError(f"timeout_seconds={seconds!r}: expected a number of seconds above 0.")
@@ -187,42 +165,9 @@ class ParallelConfig:
                 early_counts_check(given, self.pipeline_parallel_size)
 
     def _check_hsdp(self) -> None:
-        sizes = {name: getattr(self, name) for name in ("hsdp_shard_size", "hsdp_replicate_size")}
-        given = {name: size for name, size in sizes.items() if size is not None}
-        for name, size in given.items():
-            check_positive(name, size)
-        if not isinstance(self.use_hsdp, bool):
-            raise ConfigError(f"use_hsdp={self.use_hsdp!r}: expected True or False.")
-        if not self.use_hsdp:
-            if given:
-                raise ConfigError(
-                    f"{next(iter(given))} is given, but use_hsdp is False. Set use_hsdp=True, or leave it out."
-                )
-            return
-        for name, reason in HSDP_CONTRADICTS.items():
-            if getattr(self, name) != getattr(type(self), name):  # its default
-                raise ConfigError(f"use_hsdp and {name}={getattr(self, name)!r}: {reason}. Leave one of them out.")
-        holders = self.cfg_parallel_size * self.ring_degree * self.ulysses_degree
-        if holders == 1:
-            if self.hsdp_shard_size is None:
-                raise ConfigError(
-                    "use_hsdp needs ranks that hold the same stage, which cfg_parallel_size, ulysses_degree and ring_degree "
-                    "make; without them give hsdp_shard_size, the number of ranks to shard the weights over."
-                )
-            holders = self.hsdp_shard_size * (self.hsdp_replicate_size or 1)
-            object.__setattr__(self, "cfg_parallel_size", holders)
-        shard = self.hsdp_shard_size or max(holders // (self.hsdp_replicate_size or 1), 1)
-        replicate = self.hsdp_replicate_size or max(holders // shard, 1)
-        if shard * replicate != holders:
-            raise ConfigError(
-                f"hsdp_shard_size={shard} x hsdp_replicate_size={replicate} is not {holders}, the number of ranks that hold "
-                f"the same stage (cfg_parallel_size={self.cfg_parallel_size} x ring_degree={self.ring_degree} x "
-                f"ulysses_degree={self.ulysses_degree})."
-            )
-        if shard == 1:
-            raise ConfigError("hsdp_shard_size=1 shards nothing; use 2 or more, or leave use_hsdp out.")
-        object.__setattr__(self, "hsdp_shard_size", shard)
-        object.__setattr__(self, "hsdp_replicate_size", replicate)
+        if (sizes := hsdp_sizes(self)) is not None:
+            for name, size in vars(sizes).items():
+                object.__setattr__(self, name, size)
 
     def shown_on(self) -> tuple[int, ...]:
         """The ranks that return what the pipeline makes, in order."""
@@ -232,18 +177,6 @@ class ParallelConfig:
     def sequence_parallel_size(self) -> int:
         """The number of ranks that share the tokens of a call."""
         return self.ring_degree * self.ulysses_degree
-
-    def _check_beside_sequence_parallel(self) -> None:
-        if self.rebalance:
-            raise ConfigError(
-                "rebalance moves blocks by what one pipeline measures, but with ulysses_degree or ring_degree several "
-                "must move alike; leave one of them out."
-            )
-        if self.compile is not None:
-            raise ConfigError(
-                f"compile={self.compile!r} does not see the exchange of heads and tokens within attention; leave it out with "
-                "ulysses_degree or ring_degree."
-            )
 
     def _check_ranks(self) -> None:
         places: Mapping[str, Any] = self.component_ranks or {}
@@ -345,51 +278,3 @@ class ParallelConfig:
         stages = self.pipeline_parallel_size
         if not early_counts_check(self.counts_for(component), stages) and stages > num_blocks:
             raise TooManyStagesError(stages, num_blocks)
-
-
-def check_positive(name: str, value: object) -> None:
-    """Check a number of something.
-
-    Raises:
-        ConfigError: it is no integer of at least 1.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name}={value!r}: expected an integer of at least 1.")
-
-
-def check_partitioner(partitioner: object) -> None:
-    """Check that this is a partitioner's name or could be a partitioner.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    known = partitioner in PARTITIONERS if isinstance(partitioner, str) else callable(partitioner)
-    if not known:
-        raise ConfigError(
-            f"partitioner={partitioner!r}: expected one of {', '.join(map(repr, PARTITIONERS))}, or a function "
-            "(costs, ranks) -> Partition."
-        )
-
-
-def early_counts_check(counts: object, num_stages: int) -> bool:
-    """Check explicit counts, or where there are none those of VLLM_PP_LAYER_PARTITION, before the model is known.
-
-    Returns:
-        whether there are any.
-
-    Raises:
-        CountsError: they are not one number of blocks per stage; names their source.
-        ConfigError: `counts` is neither text nor a sequence.
-    """
-    source, integers = ARGUMENT, None
-    if counts is None:
-        source, integers = ENVIRONMENT, counts_from_environment()
-    elif isinstance(counts, str):
-        integers = parse_counts(counts)
-    elif not isinstance(counts, Sequence):
-        raise ConfigError(f"partition={counts!r}: expected blocks per stage, such as [8, 12, 12, 8] or '8,12,12,8'.")
-    else:
-        integers = check_counts(counts)
-    if integers is not None and len(integers) != num_stages:
-        raise WrongNumberOfCountsError(integers, source, num_stages)
-    return integers is not None

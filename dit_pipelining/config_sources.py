@@ -26,7 +26,8 @@ from typing import Any
 
 import yaml
 
-from dit_pipelining.config import DEGREES, ParallelConfig, check_positive
+from dit_pipelining.config import DEGREES, ParallelConfig
+from dit_pipelining.config_checks import check_positive
 from dit_pipelining.errors import ConfigError
 
 PREFIX = "DIT_PIPELINING_"

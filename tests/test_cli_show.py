@@ -222,6 +222,25 @@ def test_a_search_ranks_every_way_and_says_why(show, tiny, gpus, goal):
     assert any("heads do not divide" in reason for reason in reasons) == (gpus == 8)  # it has 2 heads
 
 
+@pytest.mark.parametrize(
+    ("name", "dimensions", "refused"),
+    [
+        ("PixArtTransformer2D", ("ring", "ulysses"), "no plan for splitting its tokens"),
+        ("Flux2Transformer", (), "heads do not divide"),  # it can be divided by both, and has two heads
+    ],
+)
+def test_a_search_proposes_nothing_that_is_refused(show, tmp_path, name, dimensions, refused):
+    case = CASES[name]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"_class_name": case.model_class, **case.init}))
+    data = show(file, "--search", "--gpus", 4, "--cfg", "two-calls")
+    used = {name for way in data["ways"] for name, size in way["degrees"].items() if size > 1}
+    assert used >= {"data", "cfg", "pipeline"}
+    assert not used & set(dimensions)
+    assert {"ring", "ulysses", "tensor"} - set(dimensions) <= used
+    assert any(refused in entry["reason"] for entry in data["refused"])
+
+
 def test_a_search_prints_flags_and_runners_up(tiny, capsys):
     assert main(["show", str(tiny), "--search", "--gpus", "2", "--runners-up", "2", "--cfg", "none"]) == 0
     printed = capsys.readouterr().out

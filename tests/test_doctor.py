@@ -7,7 +7,7 @@ from dit_pipelining.cli import checks, main
 from dit_pipelining.cli.needs import needs
 from dit_pipelining.cli.ranks import parts
 from dit_pipelining.cli.study import Question
-from dit_pipelining.comm.mesh import Layout
+from dit_pipelining.comm.layout import Layout
 
 
 def test_this_machine_passes_and_ranks_talk_over_gloo(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,27 +1,33 @@
 """`dit-pipelining show --search`: from what was asked to the best degrees."""
 
-from collections.abc import Mapping
+import math
 from dataclasses import replace
-from typing import Any
 
 import torch
+from torch import nn
 
-from dit_pipelining.capture.graph import CaptureCache
+from dit_pipelining.capture.blocks import find_blocks
+from dit_pipelining.capture.graph import BlockGraph, CaptureCache
 from dit_pipelining.capture.signature import bind
 from dit_pipelining.cli.capturing import capturing
 from dit_pipelining.costs.devices import DeviceProfile, find_device
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.planning.components import Components, components_of
+from dit_pipelining.planning.degrees import Divides
 from dit_pipelining.planning.guidance import step_calls
 from dit_pipelining.planning.inputs import build_inputs, with_dtype
 from dit_pipelining.planning.models import SizeRequest, find_model, model_inputs
-from dit_pipelining.planning.search import ModelWork, Search, model_work, search
+from dit_pipelining.planning.search import Search, search
+from dit_pipelining.planning.tiles import latents_of, tells_tiles, tile_sizes
+from dit_pipelining.planning.vae_profile import build_vae
 from dit_pipelining.planning.weightless import build_weightless, transformer_class
+from dit_pipelining.planning.work import ModelWork, model_work
+from dit_pipelining.sharding.sequence import shared_heads
+from dit_pipelining.sharding.sequence_plans import sequence_plan
+from dit_pipelining.sharding.tensor import check_tensor_parallel
 
 DEFAULT_DEVICE = "h200"
 DEFAULT_STEPS = 50
-HEADS = ("num_attention_heads", "num_heads", "n_heads")
-"""Names of the number of attention heads in configurations of diffusers' transformers."""
 
 
 def search_model(
@@ -69,6 +75,10 @@ def _work(
     beside = Components()
     if model.source == "preset" and spec.known is not None and made is not None:
         beside = components_of(spec.known, made, getattr(torch, dtype).itemsize, device, None)
+        vae = build_vae(model, getattr(torch, dtype)) if tells_tiles(spec.known.vae) else None
+        if vae is not None:
+            latents = latents_of(vae, spec.known.vae, made)
+            beside = replace(beside, latents=math.prod(latents), tiles=tile_sizes(vae, latents))
     with capturing(spec):
         transformer = build_weightless(transformer_class(spec.model_class), spec.config, getattr(torch, dtype))
         captures = CaptureCache(transformer, None, transformer.forward, count_work=True)
@@ -77,7 +87,7 @@ def _work(
             graph,
             transformer,
             device,
-            heads=_heads(spec.full_config),
+            divides=_divides(transformer, graph),
             copies=len(spec.names),
             calls=calls.calls,
             batch=calls.batch,
@@ -86,6 +96,25 @@ def _work(
         )
 
 
-def _heads(config: Mapping[str, Any]) -> int | None:
-    found = [config[name] for name in HEADS if isinstance(config.get(name), int)]
-    return found[0] if found else None
+def _divides(model: nn.Module, graph: BlockGraph) -> Divides:
+    """By what a model can be divided, asked of the code that divides it."""
+    refusals = {}
+    heads: int | None = None
+    sizes: tuple[int, ...] = (1,)
+    try:
+        heads = shared_heads(model)
+    except ConfigError as error:
+        refusals["sequence"] = str(error)
+    try:
+        sizes = tuple(check_tensor_parallel(model, 1, find_blocks(model)).sizes())
+    except ConfigError as error:
+        refusals["tensor"] = str(error)
+    tokens = None if "sequence" in refusals else _tokens(graph, splits_text=sequence_plan(model).splits_text)
+    return Divides(heads, sizes, tokens, tuple(refusals.items()))
+
+
+def _tokens(graph: BlockGraph, *, splits_text: bool) -> int | None:
+    """A number that divides wherever the numbers of tokens do that are split: those of the first block's inputs."""
+    shapes = [shape for node in graph.blocks[0].all_input_nodes if len(shape := node.meta.get("shape", ())) == 3]
+    longest = sorted((shape[1] for shape in shapes), reverse=True)
+    return math.gcd(*longest[: 2 if splits_text else 1]) if longest else None

@@ -2,13 +2,10 @@
 
 import argparse
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from dit_pipelining.cli.arguments import positive
+from dit_pipelining.comm.layout import Layout
 from dit_pipelining.planning.degrees import FLAGS
-
-if TYPE_CHECKING:
-    from dit_pipelining.comm.mesh import Layout
 
 COUNTS = {
     "data": "copies that share the requests",
@@ -31,14 +28,12 @@ def add_degrees(parser: argparse.ArgumentParser) -> None:
         group.add_argument(FLAGS[name], dest=name, type=positive, default=1, metavar="N", help=counts)
 
 
-def layout_asked_for(args: argparse.Namespace) -> "Layout":
+def layout_asked_for(args: argparse.Namespace) -> Layout:
     """The layout of the flags."""
-    from dit_pipelining.comm.mesh import Layout
-
     return Layout(**{name: getattr(args, name) for name in COUNTS})
 
 
-def parts(layout: "Layout") -> Iterator[tuple[int, str]]:
+def parts(layout: Layout) -> Iterator[tuple[int, str]]:
     """Each rank, and its part along the dimensions that there are."""
     for rank in range(layout.size):
         places = layout.coordinates(rank)

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from dit_pipelining.comm.host_memory import start_receive, start_send
+from dit_pipelining.comm.layout import Layout
 from dit_pipelining.comm.links import Work, group_options
-from dit_pipelining.comm.mesh import Layout, Mesh, new_group
+from dit_pipelining.comm.mesh import Mesh, new_group
 from dit_pipelining.comm.packing import Part
 
 

@@ -1,69 +1,14 @@
-"""Which rank plays which part.
-
-The ranks of a launch are laid out as data x cfg x pipeline x ring x ulysses x tensor, the dimension that talks most
-innermost, so that its ranks are neighbours. Ranks that differ in cfg and pipeline only are a line: they run a pipeline's
-calls together, stage by stage, in one replica or several. Lines do not know of each other: those of other ring, ulysses and
-tensor ranks make the same calls and meet inside the transformer, those of other data ranks have other requests.
-"""
+"""Which rank plays which part."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import product
-from math import prod
 from typing import Any
 
 import torch.distributed as dist
 
+from dit_pipelining.comm.layout import CALLERS, LINE, Layout
 from dit_pipelining.config import ParallelConfig
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How many ranks there are of each dimension, outermost first."""
-
-    data: int = 1
-    cfg: int = 1
-    pipeline: int = 1
-    ring: int = 1
-    ulysses: int = 1
-    tensor: int = 1
-
-    @property
-    def size(self) -> int:
-        """All ranks."""
-        return prod(getattr(self, own.name) for own in fields(self))
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """A rank's place along each dimension."""
-        places = {}
-        for own in reversed(fields(self)):
-            rank, places[own.name] = divmod(rank, getattr(self, own.name))
-        return dict(reversed(places.items()))
-
-    def peers(self, rank: int, *dimensions: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along these dimensions only, itself among them, in order."""
-        place = self.coordinates(rank)
-        ranges = [range(getattr(self, name)) if name in dimensions else [at] for name, at in place.items()]
-        return tuple(self._rank(at) for at in product(*ranges))
-
-    def groups(self, *dimensions: str) -> list[tuple[int, ...]]:
-        """All sets of ranks that differ along these dimensions only, each in order."""
-        return sorted({self.peers(rank, *dimensions) for rank in range(self.size)})
-
-    def mesh(self, rank: int) -> "Mesh":
-        """The line of a rank."""
-        return Mesh(self.peers(rank, *LINE).index(rank), self.pipeline, self.cfg, self, rank)
-
-    def _rank(self, places: tuple[int, ...]) -> int:
-        rank = 0
-        for own, place in zip(fields(self), places, strict=True):
-            rank = rank * getattr(self, own.name) + place
-        return rank
-
-
-LINE = ("cfg", "pipeline")
-CALLERS = (*LINE, "ring", "ulysses", "tensor")
 
 
 @dataclass(frozen=True)
@@ -83,6 +28,11 @@ class Mesh:
     replicas: int = 1
     layout: Layout = field(default=Layout(), repr=False)
     world_rank: int = -1
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int) -> "Mesh":
+        """The line of a rank of the launch."""
+        return cls(layout.peers(rank, *LINE).index(rank), layout.pipeline, layout.cfg, layout, rank)
 
     def __post_init__(self) -> None:
         if self.world_rank < 0:

@@ -7,6 +7,7 @@ from dit_pipelining.costs.devices import DeviceProfile
 from dit_pipelining.costs.measured import MeasuredProfile
 from dit_pipelining.planning.presets import Preset
 from dit_pipelining.planning.recipes import Size
+from dit_pipelining.sharding.tile_ranks import assign_tiles
 from partitioners import Component
 
 HALF_PRECISION_BYTES = 2
@@ -20,7 +21,10 @@ class Components:
         encoder_bytes, vae_bytes: of their weights.
         decode_bytes: of the VAE's activations at their fullest, while it decodes without tiling.
         encode_seconds: of the text encoders, for one request.
-        decode_seconds: of the VAE, for one request.
+        decode_seconds: of the VAE, for one request, without tiles.
+        latents: number of elements that are decoded.
+        tiles: of the VAE's own tiling, their numbers of elements, those side by side that are computed at a time; empty:
+            not known.
     """
 
     encoder_bytes: int = 0
@@ -28,6 +32,21 @@ class Components:
     decode_bytes: int = 0
     encode_seconds: float = 0.0
     decode_seconds: float = 0.0
+    latents: int = 0
+    tiles: tuple[tuple[int, ...], ...] = ()
+
+    def decode(self, ranks: int) -> tuple[float, int]:
+        """Seconds and bytes of activations of a decode on so many ranks; one computes without tiles, more share them."""
+        if ranks == 1 or not self.tiles:
+            return self.decode_seconds, self.decode_bytes
+        loads = 0.0
+        for batch in self.tiles:
+            owners = assign_tiles(batch, [1.0] * ranks)
+            loads += max(
+                sum(cost for cost, own in zip(batch, owners, strict=True) if own == rank) for rank in range(ranks)
+            )
+        largest = max(cost for batch in self.tiles for cost in batch)
+        return self.decode_seconds * loads / self.latents, math.ceil(self.decode_bytes * largest / self.latents)
 
     def for_partitioner(self, calls: int) -> tuple[Component, ...]:
         """Encoders on the first rank and the VAE on the last, unless they are better elsewhere.

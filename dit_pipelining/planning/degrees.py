@@ -3,40 +3,53 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
+from dit_pipelining.comm.layout import DIMENSIONS, Layout
+
 GOALS = ("latency", "throughput", "memory")
 """What a search can look for: seconds of one request, requests per hour, bytes of the fullest rank."""
 
 
 @dataclass(frozen=True)
-class Degrees:
-    """Ranks along each dimension, as in `ParallelConfig`; `shards` is `hsdp_shard_size`, 1 without HSDP."""
+class Degrees(Layout):
+    """Ranks along each dimension, and what is divided among some of them.
 
-    data: int = 1
-    cfg: int = 1
-    pipeline: int = 1
-    ring: int = 1
-    ulysses: int = 1
-    tensor: int = 1
+    Attributes:
+        shards: `hsdp_shard_size`; 1: without HSDP.
+        tiles: `vae_patch_parallel_size`.
+        uneven: whether tokens do not divide by the ranks that share them.
+    """
+
     shards: int = 1
-
-    @property
-    def gpus(self) -> int:
-        return self.data * self.cfg * self.pipeline * self.ring * self.ulysses * self.tensor
-
-    @property
-    def sequence(self) -> int:
-        """Ranks over which tokens are split."""
-        return self.ring * self.ulysses
+    tiles: int = 1
+    uneven: bool = False
 
     def flags(self) -> str:
         """As flags of the recipes; a dimension of one rank is left out."""
         given = [f"{FLAGS[own.name]} {value}" for own in fields(self) if (value := getattr(self, own.name)) > 1]
+        given += ["--ulysses-mode anything"] * self.uneven
         return " ".join(given) or "one GPU"
 
     def __str__(self) -> str:
         return (
             " x ".join(f"{own.name}{value}" for own in fields(self) if (value := getattr(self, own.name)) > 1) or "one"
         )
+
+
+@dataclass(frozen=True)
+class Divides:
+    """By what a model can be divided inside a stage.
+
+    Attributes:
+        heads: of its attention, which Ulysses exchanges; None: its tokens cannot be split.
+        tensor_sizes: over how many ranks its blocks can be cut.
+        tokens: of the hidden states; None: not known.
+        refusals: why it cannot be, by dimension, where it cannot: `"sequence"`, `"tensor"`.
+    """
+
+    heads: int | None = None
+    tensor_sizes: tuple[int, ...] = (1,)
+    tokens: int | None = None
+    refusals: tuple[tuple[str, str], ...] = ()
 
 
 FLAGS = {
@@ -47,6 +60,7 @@ FLAGS = {
     "ulysses": "--ulysses-degree",
     "tensor": "--tensor-parallel-size",
     "shards": "--use-hsdp --hsdp-shard-size",
+    "tiles": "--vae-patch-parallel-size",
 }
 
 
@@ -56,28 +70,33 @@ def every_way(gpus: int) -> Iterator[Degrees]:
     HSDP shards over all ranks of a copy that hold the same weights, those of cfg and sequence parallelism; it and tensor
     parallelism exclude each other.
     """
-    for split in _factorisations(gpus, 6):
-        plain = Degrees(*split)
+    for split in _factorisations(gpus, len(DIMENSIONS)):
+        plain = Degrees(**dict(zip(DIMENSIONS, split, strict=True)))  # type: ignore[arg-type]
         yield plain
         same = plain.cfg * plain.sequence
         if same > 1 and plain.tensor == 1:
             yield replace(plain, shards=same)
 
 
-def problem_of(degrees: Degrees, *, heads: int | None, blocks: int, calls: int) -> str:
+def problem_of(degrees: Degrees, *, divides: Divides, blocks: int, calls: int) -> str:
     """Why a model cannot be spread like this, or why it would gain nothing; empty: it can.
 
     Args:
         degrees: the way.
-        heads: of the model's attention; None: not known.
+        divides: by what the model can be divided.
         blocks: calls of blocks of its main chain.
         calls: of the transformer per step, with guidance cut into its branches.
     """
+    refusals = dict(divides.refusals)
+    if degrees.sequence > 1 and "sequence" in refusals:
+        return refusals["sequence"]
+    if degrees.tensor > 1 and "tensor" in refusals:
+        return refusals["tensor"]
+    if degrees.tensor not in divides.tensor_sizes:
+        return f"tensor = {degrees.tensor} is none of {', '.join(map(str, divides.tensor_sizes))}, by which its blocks divide"
     divided = degrees.ulysses * degrees.tensor
-    if divided > 1 and heads is None:
-        return "the number of attention heads is not known"
-    if heads is not None and heads % divided:
-        return f"{heads} heads do not divide by ulysses x tensor = {divided}"
+    if degrees.ulysses > 1 and (divides.heads is None or divides.heads % divided):
+        return f"{divides.heads} heads do not divide by ulysses x tensor = {divided}"
     if degrees.pipeline > blocks:
         return f"{blocks} blocks are fewer than {degrees.pipeline} stages"
     if degrees.cfg > calls:

@@ -5,78 +5,29 @@ Blocks: sequence parallelism divides all of a block's work, tensor parallelism i
 and sums run whole on each of its ranks. Each block then waits for what its dimensions send (`costs/collectives.py`), on
 hidden states that sequence parallelism has divided; HSDP gathers the next block's weights while one computes, so the slower
 of both counts. The glue before and after the blocks is not divided. The pipeline is cut by `balanced` for these costs, and a
-run is simulated as `show` simulates it. The VAE and the text encoders work as on one rank.
+run is simulated as `show` simulates it. The text encoders work as on one rank. Tiles of the VAE go to ranks as at a run, and
+take the share of the seconds of a decode without tiles that their latents have; tiles overlap, so two ranks need not be
+faster than one without tiles.
 
 Memory: tensor parallelism and HSDP divide the weights of blocks; HSDP holds two blocks whole. Sequence parallelism divides
-activations and what crosses between stages; tensor parallelism neither. Components lie on the first and the last stage.
+activations and what crosses between stages; tensor parallelism neither. Components lie on the first and the last stage; the
+VAE on every rank that computes tiles of it, whose activations are then those of the largest tile.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from torch import nn
-
-from dit_pipelining.capture.graph import BlockGraph, value_bytes
 from dit_pipelining.costs.collectives import hsdp_seconds, ring_seconds, tensor_seconds, ulysses_seconds
 from dit_pipelining.costs.devices import DeviceProfile, Link
-from dit_pipelining.costs.model_costs import model_costs, sections
-from dit_pipelining.costs.roofline import Roofline
-from dit_pipelining.planning.components import Components
+from dit_pipelining.costs.sharded import held_when_sharded
 from dit_pipelining.planning.degrees import Degrees, every_way, problem_of
 from dit_pipelining.planning.simulation import simulate
 from dit_pipelining.planning.timeline import Workload
+from dit_pipelining.planning.work import BlockWork, ModelWork
 from dit_pipelining.runtime.worker import SENDS_IN_FLIGHT
+from dit_pipelining.sharding.tile_ranks import tile_ranks
 from partitioners import BlockCost, DoesNotFitError, ModelCosts, RankSpec, balanced
-
-WHOLE_BLOCKS = 2
-"""Blocks whose weights HSDP holds whole: the one that computes, and the next."""
-
-
-@dataclass(frozen=True)
-class BlockWork:
-    """One call of a block on one GPU.
-
-    Attributes:
-        matrix_seconds: of matrix products, convolutions and attention.
-        other_seconds: of everything else.
-        weights, activations: bytes.
-        hidden: bytes of the hidden states that leave it.
-        reductions: sums over the ranks of tensor parallelism.
-    """
-
-    matrix_seconds: float
-    other_seconds: float
-    weights: int
-    activations: int
-    hidden: int
-    reductions: int = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelWork:
-    """One call of a transformer on one GPU, and what surrounds it.
-
-    Attributes:
-        blocks: calls of blocks of the main chain.
-        prologue, epilogue: the glue.
-        result_bytes: that a call returns.
-        heads: of the attention; None: not known.
-        copies: transformers like this one, which take turns.
-        calls, batch: of the transformer in a step, and samples in each; a batch can be cut into calls of one sample.
-        steps: of a request.
-        beside: the text encoders and the VAE.
-    """
-
-    blocks: tuple[BlockWork, ...]
-    prologue: BlockCost
-    epilogue: BlockCost
-    result_bytes: int
-    heads: int | None
-    copies: int = 1
-    calls: int = 1
-    batch: int = 1
-    steps: int = 50
-    beside: Components = field(default_factory=Components)
 
 
 @dataclass(frozen=True)
@@ -135,62 +86,32 @@ def search(work: ModelWork, gpus: int, device: DeviceProfile, topology: str = "a
             equally good, those without HSDP go first.
     """
     link = device.link(topology)
-    ways, refused = [], []
+    ways: list[Way] = []
+    refused: list[Refused] = []
     for degrees in every_way(gpus):
-        problem = problem_of(degrees, heads=work.heads, blocks=len(work.blocks), calls=work.calls * work.batch)
+        problem = problem_of(degrees, divides=work.divides, blocks=len(work.blocks), calls=work.calls * work.batch)
         if problem:
             refused.append(Refused(degrees, problem))
             continue
-        try:
-            ways.append(_way(work, degrees, device, link))
-        except DoesNotFitError as error:
-            refused.append(Refused(degrees, "the model does not fit into memory", max(error.shortfalls)))
-    keys = {
-        "latency": lambda way: (way.latency, way.degrees.shards, way.memory_bytes),
-        "throughput": lambda way: (-way.requests_per_hour, way.degrees.shards, way.latency),
-        "memory": lambda way: (way.memory_bytes, way.latency),
-    }
-    return Search(goal, gpus, tuple(sorted(ways, key=keys[goal])), tuple(refused))
+        fitting, lacking = [], []
+        for choice in _tile_choices(work, degrees):
+            try:
+                fitting.append(_way(work, choice, device, link))
+            except DoesNotFitError as error:
+                lacking.append(max(error.shortfalls))
+        if fitting:
+            ways.append(min(fitting, key=ORDERS[goal]))
+        else:
+            refused.append(Refused(degrees, "the model does not fit into memory", min(lacking)))
+    return Search(goal, gpus, tuple(sorted(ways, key=ORDERS[goal])), tuple(refused))
 
 
-def model_work(graph: BlockGraph, model: nn.Module, device: DeviceProfile, **facts: object) -> ModelWork:
-    """What a captured model costs on one GPU.
-
-    Args:
-        graph: of one call, captured with `count_work`.
-        model: with weights or without.
-        device: the GPU.
-        facts: `heads`, `copies`, `calls`, `batch`, `steps`, `beside` of `ModelWork`.
-    """
-    timing = Roofline(device)
-    costs = model_costs(graph, model, timing)
-    _, *parts, _ = sections(graph, model)
-    hidden = max([costs.prologue.boundary_bytes, *(cost.boundary_bytes for cost in costs.blocks)])
-    blocks = []
-    for node, part, cost in zip(graph.blocks, parts, costs.blocks, strict=True):
-        other = sum(
-            timing.operation_seconds(operation) * count
-            for operation, count in part.operations.items()
-            if not operation.flops
-        )
-        blocks.append(
-            BlockWork(
-                matrix_seconds=max(cost.seconds - other, 0.0),
-                other_seconds=min(other, cost.seconds),
-                weights=cost.parameter_bytes,
-                activations=cost.activation_bytes,
-                hidden=cost.boundary_bytes or hidden,
-                reductions=_reductions(model.get_submodule(str(node.target))),
-            )
-        )
-    result = sum(value_bytes(node) for node in graph.output_nodes)
-    return ModelWork(
-        blocks=tuple(blocks),
-        prologue=costs.prologue,
-        epilogue=costs.epilogue,
-        result_bytes=result,
-        **facts,  # type: ignore[arg-type]
-    )
+ORDERS: dict[str, Callable[[Way], tuple[float, ...]]] = {
+    "latency": lambda way: (way.latency, way.degrees.shards, way.memory_bytes),
+    "throughput": lambda way: (-way.requests_per_hour, way.degrees.shards, way.latency),
+    "memory": lambda way: (way.memory_bytes, way.latency),
+}
+"""What is smaller for the better of two ways, by goal."""
 
 
 def sharded_costs(work: ModelWork, degrees: Degrees, link: Link) -> ModelCosts:
@@ -201,12 +122,12 @@ def sharded_costs(work: ModelWork, degrees: Degrees, link: Link) -> ModelCosts:
         compute, sending = _block_seconds(block, degrees, link, scale)
         whole = block.weights / degrees.tensor
         gather = hsdp_seconds(whole, degrees.shards, link)
-        extra = WHOLE_BLOCKS * (whole - whole / degrees.shards) if degrees.shards > 1 else 0
+        kept, gathered = held_when_sharded(whole, degrees.shards)
         blocks.append(
             BlockCost(
                 seconds=max(compute + sum(sending.values()), gather),
-                parameter_bytes=math.ceil(whole / degrees.shards * work.copies),
-                activation_bytes=math.ceil(block.activations * scale / degrees.sequence + extra),
+                parameter_bytes=math.ceil(kept * work.copies),
+                activation_bytes=math.ceil(block.activations * scale / degrees.sequence + gathered),
                 boundary_bytes=math.ceil(block.hidden * scale / degrees.sequence),
             )
         )
@@ -220,9 +141,11 @@ def sharded_costs(work: ModelWork, degrees: Degrees, link: Link) -> ModelCosts:
 def _way(work: ModelWork, degrees: Degrees, device: DeviceProfile, link: Link) -> Way:
     costs = sharded_costs(work, degrees, link)
     beside, stages = work.beside, degrees.pipeline
+    decode_seconds, decode_bytes = beside.decode(degrees.tiles)
     fixed = [0] * stages
     fixed[0] += beside.encoder_bytes
-    fixed[-1] += beside.vae_bytes + beside.decode_bytes
+    for stage in _stages_with_tiles(degrees):
+        fixed[stage] += beside.vae_bytes + decode_bytes
     buffers = _buffers(costs, stages)
     ranks = [
         RankSpec(
@@ -253,7 +176,7 @@ def _way(work: ModelWork, degrees: Degrees, device: DeviceProfile, link: Link) -
         replicas=degrees.cfg,
         encode_seconds=beside.encode_seconds,
         encode_rank=0,
-        decode_seconds=beside.decode_seconds,
+        decode_seconds=decode_seconds,
         decode_rank=stages - 1,
     )
     alone = simulate(load)
@@ -269,6 +192,22 @@ def _way(work: ModelWork, degrees: Degrees, device: DeviceProfile, link: Link) -
         computing=(1 - alone.bubble) * computing / (computing + math.fsum(sending.values())),
         sending={name: value * load.calls_per_step for name, value in sending.items() if value},
     )
+
+
+def _tile_choices(work: ModelWork, degrees: Degrees) -> list[Degrees]:
+    """The VAE on one rank, and its tiles on as many as are done first."""
+    degrees = replace(degrees, uneven=bool(work.divides.tokens and work.divides.tokens % degrees.sequence))
+    ranks = range(1, degrees.size // degrees.data + 1)
+    best = min(ranks, key=lambda number: work.beside.decode(number)[0])
+    return [degrees] if best == 1 else [degrees, replace(degrees, tiles=best)]
+
+
+def _stages_with_tiles(degrees: Degrees) -> set[int]:
+    """The stages of ranks that hold the VAE: the last one, and those that help with its tiles."""
+    if degrees.tiles == 1:
+        return {degrees.pipeline - 1}
+    ranks = tile_ranks(degrees, 0, degrees.cfg * degrees.pipeline - 1, degrees.tiles)
+    return {degrees.coordinates(rank)["pipeline"] for rank in ranks.compute}
 
 
 def _block_seconds(block: BlockWork, degrees: Degrees, link: Link, scale: float) -> tuple[float, dict[str, float]]:
@@ -316,9 +255,3 @@ def _buffers(costs: ModelCosts, stages: int) -> int:
     if stages == 1:
         return 0
     return (2 + SENDS_IN_FLIGHT) * max(cost.boundary_bytes for cost in costs.blocks)
-
-
-def _reductions(block: nn.Module) -> int:
-    """Sums that tensor parallelism needs in a block: after each attention, and after the feed-forward."""
-    attentions = [module for module in block.modules() if hasattr(module, "to_q") or hasattr(module, "to_qkv")]
-    return 1 + max(len(attentions), 1)

@@ -154,7 +154,10 @@ class TransformerExecutor:
     def _split(self, kwargs: Mapping[str, Any]) -> SplitModel:
         kwargs = bind(self.model.forward, (), kwargs)
         graph = self._captures.get(kwargs)
-        cut = plan_cut(graph, self.model, self.machine, self.config.partitioner, self.counts, self._components)
+        shards = self._sharded.shards if self._sharded is not None else 1
+        cut = plan_cut(
+            graph, self.model, self.machine, self.config.partitioner, self.counts, self._components, shards=shards
+        )
         cut = replace(cut, partition=self._as_all_callers(cut.partition))
         stage = self.rolling.mesh.stage
         unused = unused_tensors(self.model, graph, find_blocks(self.model, self.config.blocks))

@@ -14,7 +14,7 @@ from torch import nn
 from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.comm.components import make_owner_links
 from dit_pipelining.comm.failure import Guard
-from dit_pipelining.comm.mesh import layout_of, line_group, new_group
+from dit_pipelining.comm.mesh import Mesh, layout_of, line_group, new_group
 from dit_pipelining.comm.transport import choose_transport
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.errors import CheckpointError, SplitError
@@ -82,8 +82,8 @@ def spread(
         guard: of this launch.
     """
     layout = layout_of(config)
-    mesh = layout.mesh(dist.get_rank())
-    tile_places = {name: {layout.mesh(rank).rank for rank in own.compute} for name, own in tiles.items()}
+    mesh = Mesh.of(layout, dist.get_rank())
+    tile_places = {name: {Mesh.of(layout, rank).rank for rank in own.compute} for name, own in tiles.items()}
     shown = tuple(mesh.line[rank] for rank in config.shown_on())
     timeout = timedelta(seconds=config.timeout_seconds)
     transport = choose_transport(config, device, line_group(mesh, timeout))
@@ -172,7 +172,8 @@ def held_beside(
     """
     stages = config.pipeline_parallel_size
     sizes = {key: _bytes(part) for key, part in pipeline.components.items() if isinstance(part, nn.Module)}
-    others = sum(sizes[other] for other in transformers if other != name) // stages
+    shares = stages * (config.hsdp_shard_size or 1)
+    others = sum(sizes[other] for other in transformers if other != name) // shares
     everywhere = sum(size for key, size in sizes.items() if key not in transformers and key not in owners)
     owned = [
         sum(sizes.get(key, 0) for key, owner in owners.items() if rank == owner or rank in tile_places.get(key, ()))

@@ -15,8 +15,9 @@ from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.signature import CallInputs
 from dit_pipelining.comm.cuda_streams import new_stream
 from dit_pipelining.comm.failure import Guard
+from dit_pipelining.comm.layout import CALLERS
 from dit_pipelining.comm.links import make_links
-from dit_pipelining.comm.mesh import CALLERS, Mesh, line_group, new_group
+from dit_pipelining.comm.mesh import Mesh, line_group, new_group
 from dit_pipelining.comm.peer_links import PeerLinks
 from dit_pipelining.lowering.stage import StageModule
 from dit_pipelining.runtime.agreement import agree

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dit_pipelining.comm.mesh import Layout, new_group
+from dit_pipelining.comm.layout import Layout
+from dit_pipelining.comm.mesh import new_group
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.torch_internals import all_gather, all_to_all
 

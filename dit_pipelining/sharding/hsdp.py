@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
-from dit_pipelining.comm.mesh import Layout, new_group
+from dit_pipelining.comm.layout import Layout
+from dit_pipelining.comm.mesh import new_group
 from dit_pipelining.torch_internals import is_spread
 
 HOLDERS = ("cfg", "ring", "ulysses")
@@ -50,6 +51,11 @@ class ShardedBlocks:
     blocks: dict[str, FSDPModule] = field(default_factory=dict)
     _root: nn.Module | None = None
     _upcoming: list[FSDPModule] = field(default_factory=list)
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks each block is sharded as a whole; 1: conditions leave some of it whole."""
+        return 1 if self.conditions else self.mesh["shard"].size()
 
     def shard(self, name: str, block: nn.Module) -> bool:
         """Leave a block, with its weights, this rank's part of them; False: no condition holds, it stays whole."""

@@ -70,13 +70,7 @@ def check_sequence_parallel(
         ConfigError: there is no plan for the model, its heads cannot be exchanged among so many ranks, or its attention
             backend has no place for the exchange.
     """
-    found = sequence_plan(model, plan)
-    heads = 0
-    for name, module in attention_modules(model, found):
-        _check_backend(name, module)
-        for count in ("heads", "kv_heads", "num_heads"):
-            number = getattr(module, count, None)
-            heads = math.gcd(heads, number) if isinstance(number, int) else heads
+    heads = shared_heads(model, plan)
     ranks = ulysses_degree * tensor_parallel_size
     if ulysses_degree > 1 and heads % ranks:
         works = [str(n) for n in range(1, heads // tensor_parallel_size + 1) if heads % (n * tensor_parallel_size) == 0]
@@ -85,6 +79,21 @@ def check_sequence_parallel(
             f"ulysses_degree={ulysses_degree}: the {heads} heads of {type(model).__name__} cannot be shared evenly{beside}. "
             f"Degrees that work: {', '.join(works)}; ring_degree takes any number."
         )
+
+
+def shared_heads(model: nn.Module, plan: Mapping[str, Any] | None = None) -> int:
+    """The number of heads by which a Ulysses degree has to divide; 0: not known.
+
+    Raises:
+        ConfigError: there is no plan for the model, or its attention backend has no place for the exchange.
+    """
+    heads = 0
+    for name, module in attention_modules(model, sequence_plan(model, plan)):
+        _check_backend(name, module)
+        for count in ("heads", "kv_heads", "num_heads"):
+            number = getattr(module, count, None)
+            heads = math.gcd(heads, number) if isinstance(number, int) else heads
+    return heads
 
 
 def attention_modules(model: nn.Module, plan: SequencePlan) -> Iterator[tuple[str, nn.Module]]:

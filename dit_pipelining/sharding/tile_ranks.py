@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dit_pipelining.comm.mesh import Layout
+from dit_pipelining.comm.layout import Layout
+from dit_pipelining.comm.mesh import Mesh
 
 STATE_IN_LAYERS = ("_clear_conv_cache", "_empty_causal_cached")
 """Methods by which diffusers' VAEs (EasyAnimate's, VidTok) clear what their layers keep from one call to the next."""
@@ -46,7 +47,7 @@ def tile_ranks(layout: Layout, rank: int, owner: int, size: int) -> TileRanks:
         size: number of ranks that compute.
     """
     copy = layout.peers(rank, "cfg", "pipeline", "ring", "ulysses", "tensor")
-    owners = tuple(sorted({layout.mesh(peer).line[owner] for peer in copy}))
+    owners = tuple(sorted({Mesh.of(layout, peer).line[owner] for peer in copy}))
     lead = copy.index(owners[0])
     before = [copy[(lead - i) % len(copy)] for i in range(1, len(copy))]
     others = [peer for peer in before if peer not in owners]

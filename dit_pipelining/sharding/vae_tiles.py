@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import nn
 
 from dit_pipelining.comm.components import OwnerLinks, make_link, portable
+from dit_pipelining.comm.layout import Layout
 from dit_pipelining.comm.links import Work
-from dit_pipelining.comm.mesh import Layout
 from dit_pipelining.comm.packing import pack, tensor_in, unpack
 from dit_pipelining.sharding.deferred import Recorder, parts_of, without_deferred
 from dit_pipelining.sharding.tile_jobs import Job, Result, Step, run_steps

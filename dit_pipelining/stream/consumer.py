@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from dit_pipelining.config import check_positive
+from dit_pipelining.config_checks import check_positive
 from dit_pipelining.errors import ConfigError
 
 DROPS = ("oldest", "newest", "none")

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from dit_pipelining.config import check_positive
+from dit_pipelining.config_checks import check_positive
 from dit_pipelining.errors import ConfigError
 
 POLICIES = ("level", "clean", "last")

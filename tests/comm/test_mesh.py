@@ -3,7 +3,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dit_pipelining.comm.mesh import Layout, Mesh, layout_of
+from dit_pipelining.comm.layout import Layout
+from dit_pipelining.comm.mesh import Mesh, layout_of
 from dit_pipelining.config import ParallelConfig
 
 SIZES = st.integers(1, 3)
@@ -21,7 +22,7 @@ def test_the_dimension_that_talks_most_has_neighbouring_ranks() -> None:
 
 
 def test_a_line_holds_the_stages_of_all_replicas() -> None:
-    mesh = Layout(cfg=2, pipeline=2, ulysses=2).mesh(5)
+    mesh = Mesh.of(Layout(cfg=2, pipeline=2, ulysses=2), 5)
     assert (mesh.line, mesh.rank, mesh.stage, mesh.replica, mesh.world_rank) == ((1, 3, 5, 7), 2, 0, 1, 5)
     assert (mesh.ranks_of(1), mesh.world_ranks_of(1)) == ([2, 3], [5, 7])
 
@@ -33,8 +34,8 @@ def test_a_line_is_the_whole_launch_unless_it_says_otherwise() -> None:
 
 @given(LAYOUTS)
 def test_every_rank_is_in_one_line_and_lines_share_no_rank(layout: Layout) -> None:
-    lines = {layout.mesh(rank).line for rank in range(layout.size)}
-    assert sorted(lines) == layout.groups("cfg", "pipeline") == layout.mesh(0).in_all_lines(range(len(min(lines))))
+    lines = {Mesh.of(layout, rank).line for rank in range(layout.size)}
+    assert sorted(lines) == layout.groups("cfg", "pipeline") == Mesh.of(layout, 0).in_all_lines(range(len(min(lines))))
     assert sorted(itertools.chain(*lines)) == list(range(layout.size))
     assert {len(line) for line in lines} == {layout.cfg * layout.pipeline}
 

@@ -14,7 +14,7 @@ from dit_pipelining.costs.measured import Measured, MeasuredProfile
 from dit_pipelining.costs.plan import plan_cut
 from dit_pipelining.costs.roofline import Roofline
 from dit_pipelining.errors import ConfigError
-from partitioners import Component, RankSpec
+from partitioners import Component, DoesNotFitError, RankSpec
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +111,19 @@ def test_only_vae_aware_counts_the_seconds_of_components(wan: tuple[BlockGraph, 
     for cut in (aware, plan_cut(*wan, equal, "uniform", components=[vae])):
         assert cut.owners == {"vae": 1}
         assert cut.ranks[1].fixed_seconds == pytest.approx(total / 2)
+
+
+def test_sharded_weights_fit_where_whole_ones_do_not(wan: tuple[BlockGraph, WanTransformer3DModel]) -> None:
+    whole = plan_cut(*wan, machine(1), "balanced").costs
+    weights = sum(block.parameter_bytes for block in whole.blocks)
+    [needed] = plan_cut(*wan, machine(1), "balanced").partition.stage_bytes(whole, [RankSpec()])
+    short = Machine((Rank(memory_bytes=needed - weights // 4),), Roofline(RTX_4090))
+    with pytest.raises(DoesNotFitError):
+        plan_cut(*wan, short, "balanced")
+    sharded = plan_cut(*wan, short, "balanced", shards=2).costs
+    assert sum(block.parameter_bytes for block in sharded.blocks) == weights // 2
+    # While a block runs, it and the next one are whole.
+    assert sharded.blocks[0].activation_bytes == whole.blocks[0].activation_bytes + whole.blocks[0].parameter_bytes
 
 
 def test_given_counts_beat_vae_aware(wan: tuple[BlockGraph, WanTransformer3DModel]) -> None:

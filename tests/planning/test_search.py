@@ -7,8 +7,9 @@ import pytest
 
 from dit_pipelining.costs.devices import DeviceProfile, Link
 from dit_pipelining.planning.components import Components
-from dit_pipelining.planning.degrees import Degrees, every_way, problem_of
-from dit_pipelining.planning.search import BlockWork, ModelWork, search, sharded_costs
+from dit_pipelining.planning.degrees import Degrees, Divides, every_way, problem_of
+from dit_pipelining.planning.search import search, sharded_costs
+from dit_pipelining.planning.work import BlockWork, ModelWork
 from partitioners import BlockCost
 
 LINK = Link("test", bytes_per_second=1250.0, latency_seconds=0.0)  # of which 1000 can be used
@@ -19,7 +20,7 @@ WORK = ModelWork(
     prologue=BlockCost(0.0, boundary_bytes=80),
     epilogue=BlockCost(0.0),
     result_bytes=0,
-    heads=8,
+    divides=Divides(heads=8, tensor_sizes=(1, 2, 4, 8)),
     steps=2,
 )
 
@@ -27,7 +28,7 @@ WORK = ModelWork(
 def test_every_way_is_there_once() -> None:
     ways = list(every_way(8))
     assert len(set(ways)) == len(ways)
-    assert all(way.gpus == 8 for way in ways)
+    assert all(way.size == 8 for way in ways)
     plain = [way for way in ways if way.shards == 1]
     assert len(plain) == math.comb(3 + 5, 5)  # three factors of two over six dimensions
     assert {way.shards for way in ways if (way.cfg, way.ulysses, way.ring, way.tensor) == (2, 2, 1, 1)} == {1, 4}
@@ -36,13 +37,21 @@ def test_every_way_is_there_once() -> None:
 
 
 def test_ways_that_cannot_be_say_why() -> None:
-    facts = dict(heads=12, blocks=3, calls=2)
-    assert problem_of(Degrees(ulysses=2, tensor=2, pipeline=3, cfg=2), **facts) == ""  # type: ignore[arg-type]
-    assert "12 heads do not divide by ulysses x tensor = 8" in problem_of(Degrees(ulysses=4, tensor=2), **facts)  # type: ignore[arg-type]
-    assert "3 blocks are fewer than 4 stages" in problem_of(Degrees(pipeline=4), **facts)  # type: ignore[arg-type]
-    assert "4 replicas have 2 call(s)" in problem_of(Degrees(cfg=4), **facts)  # type: ignore[arg-type]
-    assert "heads is not known" in problem_of(Degrees(ulysses=2), heads=None, blocks=3, calls=2)
-    assert problem_of(Degrees(ring=8), heads=None, blocks=3, calls=2) == ""
+    divides = Divides(heads=12, tensor_sizes=(1, 2, 3, 6))
+
+    def problem(divides: Divides = divides, **degrees: int) -> str:
+        return problem_of(Degrees(**degrees), divides=divides, blocks=3, calls=2)
+
+    assert problem(ulysses=2, tensor=2, pipeline=3, cfg=2) == ""
+    assert "12 heads do not divide by ulysses x tensor = 24" in problem(ulysses=4, tensor=6)
+    assert "tensor = 4 is none of 1, 2, 3, 6" in problem(tensor=4)
+    assert "3 blocks are fewer than 4 stages" in problem(pipeline=4)
+    assert "4 replicas have 2 call(s)" in problem(cfg=4)
+    refused = Divides(refusals=(("sequence", "no plan for its tokens"), ("tensor", "an unknown attention")))
+    assert problem(refused, ring=2) == "no plan for its tokens"
+    assert problem(refused, ulysses=2) == "no plan for its tokens"
+    assert problem(refused, tensor=2) == "an unknown attention"
+    assert problem(refused, pipeline=2) == ""
 
 
 @pytest.mark.parametrize(
@@ -128,3 +137,37 @@ def test_components_lie_on_the_first_and_the_last_stage() -> None:
     assert found[Degrees(data=2)].memory_bytes == 400 + 40 + 1600
     assert found[Degrees(data=2)].latency == pytest.approx(2 * 4 * 8.0 + 3 + 5)
     assert found[Degrees(tensor=2)].latency == pytest.approx(2 * 4 * (4.5 + 0.16) + 3 + 5)
+
+
+TILED = Components(vae_bytes=500, decode_bytes=100, decode_seconds=6.0, latents=60, tiles=((20,) * 4,))
+
+
+def test_a_decode_is_shared_in_whole_tiles() -> None:
+    assert TILED.decode(1) == (6.0, 100)
+    assert TILED.decode(2) == (4.0, 34)  # two tiles of a third of the latents each
+    assert TILED.decode(3) == (4.0, 34)
+    assert TILED.decode(4) == (2.0, 34)
+    assert replace(TILED, tiles=((20, 20), (20, 20))).decode(4) == (4.0, 34)  # one pair after the other
+    assert replace(TILED, tiles=()).decode(4) == (6.0, 100)
+
+
+def test_tiles_go_to_as_many_ranks_as_are_done_first() -> None:
+    found = {
+        way.degrees.ulysses: way
+        for way in search(replace(WORK, beside=TILED), 4, DEVICE).ways
+        if way.degrees.shards == 1
+    }
+    assert found[4].degrees == Degrees(ulysses=4, tiles=4)
+    assert "--vae-patch-parallel-size 4" in found[4].degrees.flags()
+    plain = next(way for way in search(WORK, 4, DEVICE).ways if way.degrees == Degrees(ulysses=4))
+    assert found[4].latency == pytest.approx(plain.latency + 2.0)
+    # Tiles are smaller than the whole picture, so that both stages hold the VAE and still less than one did.
+    memory = {way.degrees for way in search(replace(WORK, beside=TILED), 2, DEVICE, goal="memory").ways}
+    assert Degrees(pipeline=2, tiles=2) in memory
+
+
+def test_tokens_that_do_not_divide_are_said_in_the_flags() -> None:
+    odd = replace(WORK, divides=replace(WORK.divides, tokens=6))
+    flags = {way.degrees.ulysses: way.degrees.flags() for way in search(odd, 4, DEVICE).ways if way.degrees.data == 1}
+    assert "--ulysses-mode anything" in flags[4]
+    assert "--ulysses-mode" not in flags[2]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from diffusers.models.attention_dispatch import AttentionBackendName
 
 from dit_pipelining.api import split_model
-from dit_pipelining.comm.mesh import Layout
+from dit_pipelining.comm.layout import Layout
 from dit_pipelining.errors import ConfigError, InputError
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.sharding.groups import SequenceGroups, make_sequence_groups

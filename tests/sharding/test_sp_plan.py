@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from dit_pipelining.api import split_model
-from dit_pipelining.comm.mesh import Layout
+from dit_pipelining.comm.layout import Layout
 from dit_pipelining.errors import ConfigError, InputError
 from dit_pipelining.sharding.groups import SequenceGroups, make_sequence_groups
 from dit_pipelining.sharding.sequence import apply_sequence_parallel, sp_gather, sp_shard

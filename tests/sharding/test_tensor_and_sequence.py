@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from dit_pipelining.api import split_model
 from dit_pipelining.capture.blocks import find_blocks
-from dit_pipelining.comm.mesh import Layout, new_group
+from dit_pipelining.comm.layout import Layout
+from dit_pipelining.comm.mesh import new_group
 from dit_pipelining.errors import InputError
 from dit_pipelining.sharding.groups import make_sequence_groups
 from dit_pipelining.sharding.sequence import apply_sequence_parallel

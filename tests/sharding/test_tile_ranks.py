@@ -6,7 +6,7 @@ from itertools import product
 import diffusers
 import pytest
 
-from dit_pipelining.comm.mesh import Layout
+from dit_pipelining.comm.layout import Layout
 from dit_pipelining.sharding.tile_ranks import WIDEST_PACE, assign_tiles, can_spread, tile_ranks, usable_paces
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
-from dit_pipelining.comm.mesh import Layout
+from dit_pipelining.comm.layout import Layout
 from dit_pipelining.errors import InputError
 from dit_pipelining.sharding.groups import make_sequence_groups, split_sizes
 from dit_pipelining.sharding.token_attention import TokenAttention, attend

@@ -1,0 +1,106 @@
+"""What one call of a transformer does on one GPU, of which a search works out what it does on several."""
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from dit_pipelining.capture.graph import BlockGraph, value_bytes
+from dit_pipelining.costs.devices import DeviceProfile
+from dit_pipelining.costs.model_costs import model_costs, sections
+from dit_pipelining.costs.roofline import Roofline
+from dit_pipelining.planning.components import Components
+from dit_pipelining.planning.degrees import Divides
+from partitioners import BlockCost
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """One call of a block on one GPU.
+
+    Attributes:
+        matrix_seconds: of matrix products, convolutions and attention.
+        other_seconds: of everything else.
+        weights, activations: bytes.
+        hidden: bytes of the hidden states that leave it.
+        reductions: sums over the ranks of tensor parallelism.
+    """
+
+    matrix_seconds: float
+    other_seconds: float
+    weights: int
+    activations: int
+    hidden: int
+    reductions: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWork:
+    """One call of a transformer on one GPU, and what surrounds it.
+
+    Attributes:
+        blocks: calls of blocks of the main chain.
+        prologue, epilogue: the glue.
+        result_bytes: that a call returns.
+        divides: by what it can be divided inside a stage.
+        copies: transformers like this one, which take turns.
+        calls, batch: of the transformer in a step, and samples in each; a batch can be cut into calls of one sample.
+        steps: of a request.
+        beside: the text encoders and the VAE.
+    """
+
+    blocks: tuple[BlockWork, ...]
+    prologue: BlockCost
+    epilogue: BlockCost
+    result_bytes: int
+    divides: Divides
+    copies: int = 1
+    calls: int = 1
+    batch: int = 1
+    steps: int = 50
+    beside: Components = field(default_factory=Components)
+
+
+def model_work(graph: BlockGraph, model: nn.Module, device: DeviceProfile, **facts: object) -> ModelWork:
+    """What a captured model costs on one GPU.
+
+    Args:
+        graph: of one call, captured with `count_work`.
+        model: with weights or without.
+        device: the GPU.
+        facts: `divides`, `copies`, `calls`, `batch`, `steps`, `beside` of `ModelWork`.
+    """
+    timing = Roofline(device)
+    costs = model_costs(graph, model, timing)
+    _, *parts, _ = sections(graph, model)
+    hidden = max([costs.prologue.boundary_bytes, *(cost.boundary_bytes for cost in costs.blocks)])
+    blocks = []
+    for node, part, cost in zip(graph.blocks, parts, costs.blocks, strict=True):
+        other = sum(
+            timing.operation_seconds(operation) * count
+            for operation, count in part.operations.items()
+            if not operation.flops
+        )
+        blocks.append(
+            BlockWork(
+                matrix_seconds=max(cost.seconds - other, 0.0),
+                other_seconds=min(other, cost.seconds),
+                weights=cost.parameter_bytes,
+                activations=cost.activation_bytes,
+                hidden=cost.boundary_bytes or hidden,
+                reductions=_reductions(model.get_submodule(str(node.target))),
+            )
+        )
+    result = sum(value_bytes(node) for node in graph.output_nodes)
+    return ModelWork(
+        blocks=tuple(blocks),
+        prologue=costs.prologue,
+        epilogue=costs.epilogue,
+        result_bytes=result,
+        **facts,  # type: ignore[arg-type]
+    )
+
+
+def _reductions(block: nn.Module) -> int:
+    """Sums that tensor parallelism needs in a block: after each attention, and after the feed-forward."""
+    attentions = [module for module in block.modules() if hasattr(module, "to_q") or hasattr(module, "to_qkv")]
+    return 1 + max(len(attentions), 1)
