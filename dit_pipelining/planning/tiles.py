@@ -70,10 +70,9 @@ def tile_sizes(vae: Any, latents: tuple[int, ...]) -> tuple[tuple[int, ...], ...
 
 def _frames_apart(vae: Any, latents: tuple[int, ...]) -> int:
     """How many latent frames after the other tiles in time begin; all of them where time is not cut."""
-    stride = getattr(vae, "tile_sample_stride_num_frames", None)
-    by_frames = getattr(vae, "use_framewise_decoding", True)
-    compression = getattr(vae, "temporal_compression_ratio", None)
-    longest = getattr(vae, "tile_sample_min_num_frames", None)
+    own = vars(vae)
+    stride, longest = own.get("tile_sample_stride_num_frames"), own.get("tile_sample_min_num_frames")
+    by_frames, compression = own.get("use_framewise_decoding", True), own.get("temporal_compression_ratio")
     if not stride or not by_frames or not compression or not longest or latents[2] <= longest // compression:
         return latents[2]
     return int(stride // compression)
