@@ -42,6 +42,11 @@ from dit_pipelining.stream.tuning import tune
 
 FRAMES_PER_LATENT = 4
 
+LAYOUTS = {
+    "rows": "faster on these ranks: one pipeline for both branches of guidance, without --cfg-parallel-size",
+    "replicas": "faster on these ranks: a pipeline for each branch of guidance, with --cfg-parallel-size 2",
+}
+
 
 def main() -> None:
     args = flags().parse_args()
@@ -63,6 +68,8 @@ def main() -> None:
         choice = tune(stream, goals.target_fps or 0.0, args.max_latency, first)
         if stream.is_output:
             print(f"chosen: {describe(choice)} expected")
+            if choice.faster_guidance is not None:
+                print(LAYOUTS[choice.faster_guidance])
         adaptive = goals.target_fps if goals.adaptive_steps else None
         stream = open_stream(pipeline, choice.spec, **sizes(args), adaptive_fps=adaptive)
     embedded = {chunk: stream.embed(prompt) for chunk, prompt in changes.items()}

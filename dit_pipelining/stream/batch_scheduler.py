@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 
 from dit_pipelining.errors import ConfigError
@@ -12,6 +12,9 @@ from dit_pipelining.stream.simulation import Forecast, StageCost, fit_cost, simu
 from dit_pipelining.stream.spec import StreamSpec
 
 FRAMES_PER_LATENT = 4
+
+GUIDANCE = ("rows", "replicas")
+"""Ways of running the branches of guidance: as rows of one pipeline, or in a pipeline for each."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class StreamChoice:
         latency: seconds from a chunk's start to its end.
         first_frame: seconds until the first frame.
         busy: share of the time that each stage works.
+        faster_guidance: the other way of guidance, where the ranks would give more frames laid out for it.
     """
 
     spec: StreamSpec
@@ -34,6 +38,7 @@ class StreamChoice:
     latency: float
     first_frame: float
     busy: tuple[float, ...]
+    faster_guidance: str | None = None
 
 
 class StreamBatchScheduler:
@@ -43,7 +48,8 @@ class StreamBatchScheduler:
         stages: what a tick costs on each stage, with chunks of `measured.frames_per_chunk` frames.
         measured: the spec that the costs were measured with.
         frames_per_latent: of the VAE.
-        replicas: pipelines of these stages; with two, each can take one branch of guidance.
+        replicas: pipelines of these stages. All their ranks together can be laid out as one pipeline whose rows are of both
+            branches of guidance, or as a pipeline for each branch.
     """
 
     def __init__(
@@ -76,7 +82,7 @@ class StreamBatchScheduler:
             replace(
                 own, per_row=own.per_row * share, per_start=own.per_start * share, per_finish=own.per_finish * share
             )
-            for own in self.stages
+            for own in self._stages_for(guidance)
         ]
         played = replace(spec, guidance_scale=1.0) if guidance == "replicas" else spec
         found: Forecast = simulate(played, stages)
@@ -94,6 +100,7 @@ class StreamBatchScheduler:
         levels: Iterable[Sequence[float]] | None = None,
         streams: Iterable[int] = (1,),
         frames_per_chunk: Iterable[int] | None = None,
+        guidance: Iterable[str] = GUIDANCE,
     ) -> StreamChoice:
         """The configuration with most levels that meets both goals; among those most streams, then the lowest latency.
 
@@ -104,6 +111,7 @@ class StreamBatchScheduler:
             levels: lists of noise levels to choose from. Default: the first 1, 2, ... of the measured spec, evenly chosen.
             streams: numbers of streams to choose from.
             frames_per_chunk: latent frames to choose from. Default: those of the measured spec.
+            guidance: ways of running both branches to choose from, where there are two.
 
         Raises:
             ConfigError: no choice meets both; says what comes nearest.
@@ -114,6 +122,7 @@ class StreamBatchScheduler:
             [fewer_levels(measured.levels, n) for n in range(1, measured.num_levels + 1)] if levels is None else levels
         )
         frames = [measured.frames_per_chunk] if frames_per_chunk is None else list(frames_per_chunk)
+        wanted_ways = tuple(guidance)
         for own_levels, own_streams, own_frames in product(list(lists), list(streams), frames):
             spec = replace(
                 measured,
@@ -123,7 +132,7 @@ class StreamBatchScheduler:
                 window=_whole_chunks(measured.window, own_frames),
                 sinks=_whole_chunks(measured.sinks, own_frames),
             )
-            choices += [self.forecast(spec, guidance) for guidance in self._ways_of_guidance(spec)]
+            choices += [self.forecast(spec, way) for way in self.ways_of_guidance(spec) if way in (None, *wanted_ways)]
         within = [
             own
             for own in choices
@@ -145,10 +154,33 @@ class StreamBatchScheduler:
         """The rows of a tick on these stages, as `schedule.rows` gives them."""
         return rows(tick, len(self.stages), spec, starts)
 
-    def _ways_of_guidance(self, spec: StreamSpec) -> list[str | None]:
+    def ways_of_guidance(self, spec: StreamSpec) -> list[str | None]:
+        """How the branches of a spec can run on these ranks; None where there is one branch only."""
         if spec.branches == 1:
             return [None]
-        return ["rows", "replicas"] if self.replicas > 1 else ["rows"]
+        return ["rows", "replicas"] if len(self.stages) * self.replicas % 2 == 0 else ["rows"]
+
+    def _stages_for(self, guidance: str | None) -> list[StageCost]:
+        """The stages of each pipeline, if all ranks are laid out for a way of guidance."""
+        pipelines = 2 if guidance == "replicas" else 1 if guidance == "rows" else self.replicas
+        stages = list(self.stages)
+        if pipelines < self.replicas:
+            return [part for own in stages for part in _parts(own, self.replicas // pipelines)]
+        together = pipelines // self.replicas
+        return [_together(stages[first : first + together]) for first in range(0, len(stages), together)]
+
+
+def _parts(cost: StageCost, count: int) -> list[StageCost]:
+    """A stage cut into several, which encode and decode as it did."""
+    parts = [StageCost(cost.fixed / count, cost.per_row / count) for _ in range(count)]
+    parts[0] = replace(parts[0], per_start=cost.per_start)
+    return [*parts[:-1], replace(parts[-1], per_finish=cost.per_finish)]
+
+
+def _together(stages: Sequence[StageCost]) -> StageCost:
+    """Several stages as one."""
+    names = [own.name for own in fields(StageCost)]
+    return StageCost(**{name: sum(getattr(own, name) for own in stages) for name in names})
 
 
 def describe(choice: StreamChoice) -> str:
@@ -157,6 +189,7 @@ def describe(choice: StreamChoice) -> str:
     return (
         f"{spec.num_levels} levels, {spec.streams} streams and {spec.frames_per_chunk} latent frames per chunk with "
         f"{choice.fps:.1f} frames/s and a latency of {choice.latency:.2f} s"
+        + ("" if choice.guidance is None else f", branches of guidance as {choice.guidance}")
     )
 
 

@@ -1,7 +1,7 @@
 """Measure what a stream costs here, and choose its levels by that."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,6 +14,9 @@ from dit_pipelining.stream.simulation import StageCost, fit_cost
 
 MEASURED_CHUNKS = 6
 """Chunks in a steady flow; those that fill and empty the pipeline measure smaller numbers of rows."""
+
+WORTH = 1.05
+"""How much faster another layout of the ranks must be expected to be to be spoken of."""
 
 
 def measure(stream: VideoStream) -> list[StageCost]:
@@ -54,7 +57,15 @@ def tune(
     """
     scheduler = StreamBatchScheduler(measure(stream), stream.spec, replicas=stream.num_pipelines)
     wanted = tuple(streams) or (stream.spec.streams,)
-    return scheduler.compute_optimal_config(target_fps, max_latency, max_first_frame, streams=wanted)
+    own = "replicas" if stream.num_pipelines > 1 else "rows"
+    choice = scheduler.compute_optimal_config(target_fps, max_latency, max_first_frame, streams=wanted, guidance=(own,))
+    ways = [scheduler.forecast(choice.spec, way) for way in scheduler.ways_of_guidance(choice.spec)]
+    return replace(choice, faster_guidance=_faster(choice, ways))
+
+
+def _faster(choice: StreamChoice, ways: Sequence[StreamChoice]) -> str | None:
+    best = max(ways, key=lambda way: way.fps)
+    return best.guidance if best.fps > WORTH * choice.fps else None
 
 
 def _run(stream: VideoStream) -> float:

@@ -57,12 +57,24 @@ def test_longer_chunks_are_chosen_where_the_fixed_part_is_too_much() -> None:
     assert scheduler.compute_optimal_config(20.0, frames_per_chunk=(1, 2, 3)).spec.frames_per_chunk > 1
 
 
-def test_replicas_take_a_branch_of_guidance_each_where_that_is_faster() -> None:
+def test_the_cost_model_chooses_how_the_branches_of_guidance_run() -> None:
     guided = StreamSpec(levels=(1.0, 0.5), guidance_scale=4.0)
-    one, two = (StreamBatchScheduler([StageCost(0.01, 0.1)], guided, replicas=count) for count in (1, 2))
-    assert one.forecast(guided, "rows").fps == pytest.approx(two.forecast(guided, "replicas").fps / 2, rel=0.06)
-    assert two.compute_optimal_config(18.0).guidance == "replicas"
-    assert one.compute_optimal_config(9.0).guidance == "rows"
+    cost = StageCost(0.01, 0.1)
+    alone = StreamBatchScheduler([cost], guided)
+    assert alone.ways_of_guidance(guided) == ["rows"]
+    for two in (
+        StreamBatchScheduler([cost], guided, replicas=2),
+        StreamBatchScheduler([StageCost(0.005, 0.05)] * 2, guided),
+    ):
+        rows, replicas = (two.forecast(guided, way) for way in ("rows", "replicas"))
+        assert rows.fps == pytest.approx(4 / (0.005 + 4 * 0.05), rel=0.01)  # two stages of half the blocks
+        assert replicas.fps == pytest.approx(4 / (0.01 + 2 * 0.1), rel=0.01)  # all blocks, rows of one branch
+        assert replicas.latency == pytest.approx(rows.latency / 2, rel=0.05)
+        assert two.compute_optimal_config(18.0).guidance == "replicas"
+        assert two.compute_optimal_config(18.0, guidance=["rows"]).guidance == "rows"
+    # With a VAE as slow as this, a rank that decodes and runs all blocks of a branch is what everything waits for.
+    decoding = StreamBatchScheduler([StageCost(0.02, 0.01), StageCost(0.0, 0.0, per_finish=0.06)], guided)
+    assert decoding.compute_optimal_config(60.0).guidance == "rows"
 
 
 def test_no_choice_says_what_comes_nearest() -> None:

@@ -64,6 +64,21 @@ def test_a_changed_video_over_ranks_is_that_of_one_process(ranks: RankPool, wan:
     assert all(0 < latency < 60 for latency in latencies)
 
 
+def decoded_apart(folder: Path) -> tuple[list[torch.Tensor], list[str]]:
+    """The frames of a changed video whose VAE has a rank of its own, and the blocks of this rank."""
+    config = ParallelConfig(pipeline_parallel_size=2, vae_placement="shared", **STREAMING)
+    stream = open_stream(load_pipeline(folder, config), SPEC, prompt="a red cat", batched=False, **SIZE)
+    frames = [chunk.frames for chunk in stream.run([changed(stream)])]
+    return frames, stream.stages[0].block_names(stream.stage_index)
+
+
+def test_the_vae_can_have_a_rank_of_its_own(ranks: RankPool, wan: Path) -> None:
+    alone, _ = streamed(wan, 1)
+    (_, blocks), (frames, nothing) = ranks.run(2, decoded_apart, wan)
+    assert (len(blocks), nothing) == (3, [])
+    assert all(torch.equal(one, other) for one, other in zip(frames, alone, strict=True))
+
+
 def guided(folder: Path, stages: int, replicas: int, vae: int | None) -> list[torch.Tensor]:
     places = {} if vae is None else {"component_ranks": {"vae": vae}}
     config = ParallelConfig(pipeline_parallel_size=stages, cfg_parallel_size=replicas, timeout_seconds=60, **places)
