@@ -7,7 +7,8 @@ write but not the wait, hence the driver's own functions.
 
 import ctypes
 import functools
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from typing import Any, TypeVar
 
 import torch
@@ -39,7 +40,7 @@ def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(handle.value or 0, device=device)
 
 
-def on_own_stream(items: Iterator[Item], device: torch.device) -> Iterator[Item]:
+def on_own_stream(items: Generator[Item, None, None], device: torch.device) -> Iterator[Item]:
     """Iterate so that what is made is made on a CUDA stream of its own, and what is done with it on the current one.
 
     The two take turns on the GPU: each waits for all that was given to the other before.
@@ -48,17 +49,16 @@ def on_own_stream(items: Iterator[Item], device: torch.device) -> Iterator[Item]
         yield from items
         return
     own = new_stream(device)
-    while True:
-        caller = torch.cuda.current_stream(device)
-        own.wait_stream(caller)
-        with torch.cuda.stream(own):
-            try:
-                item = next(items)
-            except StopIteration:
-                break
-        caller.wait_stream(own)
-        yield item
-    torch.cuda.current_stream(device).wait_stream(own)
+    with closing(items):
+        while True:
+            caller = torch.cuda.current_stream(device)
+            own.wait_stream(caller)
+            with torch.cuda.stream(own):
+                item = next(items, None)
+            caller.wait_stream(own)
+            if item is None:
+                return
+            yield item
 
 
 def current_context() -> ctypes.c_void_p:

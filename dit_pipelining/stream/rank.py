@@ -7,7 +7,7 @@ They are needed W ticks later, and messages of one direction stay in order, so n
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -91,7 +91,7 @@ class StreamRank:
         self._ends = Ends(links, stage, noise, self._length, seconds)
         self._speaks_always = False
 
-    def run(self, sources: Sequence[Source], levels: Levels | None = None) -> Iterator[FinishedChunk]:
+    def run(self, sources: Sequence[Source], levels: Levels | None = None) -> Generator[FinishedChunk, None, None]:
         """Run until the sources end; all ranks call this, and iterate to the end.
 
         Args:

@@ -29,24 +29,26 @@ CPU = torch.device("cpu")
 def stages(
     model: WanTransformer3DModel, spec: StreamSpec, counts: Sequence[int], batched: bool = True, prompts: Any = None
 ) -> list[StreamStage]:
-    dtype = model.dtype
+    """All stages in this process, on the model's device."""
+    dtype, device = model.dtype, model.device
     example = dict(
-        hidden_states=torch.zeros(reference.SHAPE, dtype=dtype),
-        timestep=torch.zeros(1),
-        encoder_hidden_states=torch.zeros(reference.TEXT, dtype=dtype),
+        hidden_states=torch.zeros(reference.SHAPE, dtype=dtype, device=device),
+        timestep=torch.zeros(1, device=device),
+        encoder_hidden_states=torch.zeros(reference.TEXT, dtype=dtype, device=device),
         return_dict=False,
     )
     split = split_model(model, len(counts), example, counts=counts)
     own = prompts or [reference.text(10 + stream, dtype) for stream in range(spec.streams)]
-    known = Prompts(own, reference.text(99, dtype), in_flight=spec.passes * len(counts))
+    own = [text.to(device) for text in own]
+    known = Prompts(own, reference.text(99, dtype).to(device), in_flight=spec.passes * len(counts))
     caches = DistributedKVCache(spec)
     return [
-        StreamStage(split, index, spec, reference.SHAPE, known, caches, CPU, batched) for index in range(len(counts))
+        StreamStage(split, index, spec, reference.SHAPE, known, caches, device, batched) for index in range(len(counts))
     ]
 
 
-def noise(dtype: torch.dtype) -> NoiseSource:
-    return NoiseSource(0, reference.SHAPE, torch.float64 if dtype == torch.float64 else torch.float32, CPU)
+def noise(dtype: torch.dtype, device: torch.device = CPU) -> NoiseSource:
+    return NoiseSource(0, reference.SHAPE, torch.float64 if dtype == torch.float64 else torch.float32, device)
 
 
 def run(
@@ -55,7 +57,7 @@ def run(
     """Finished latents of each stream, and everything in the order in which it came."""
     sources = [iter(own) for own in inputs]
     with torch.no_grad():
-        finished = list(run_in_one_process(made, sources, noise(made[0].dtype), levels))
+        finished = list(run_in_one_process(made, sources, noise(made[0].dtype, made[0].device), levels))
     streams: list[list[torch.Tensor]] = [[] for _ in inputs]
     for chunk in finished:
         assert chunk.index == len(streams[chunk.stream])

@@ -63,40 +63,54 @@ def _taped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tape, "replays", 0)
 
 
-def inputs() -> list[StreamInput]:
+def inputs(device: torch.device) -> list[StreamInput]:
     """A changed video with new prompts, a new beginning, and noise that is not always the same."""
     videos = reference.video(CHUNKS)
-    prompts = {12: reference.text(20), 13: reference.text(21)}
+    prompts = {12: reference.text(20).to(device), 13: reference.text(21).to(device)}
     scales = [1.0, 0.8, 1.0, 1.0]
     return [
         StreamInput(videos[chunk], scales[chunk % 4], prompts.get(chunk), first=chunk == 17) for chunk in range(CHUNKS)
     ]
 
 
-def streamed(own: StreamSpec, graphs: bool, counts: tuple[int, ...]) -> list[list[torch.Tensor]]:
-    made = harness.stages(reference.model(), own, counts)
+def streamed(own: StreamSpec, graphs: bool, device: torch.device = harness.CPU) -> list[list[torch.Tensor]]:
+    made = harness.stages(reference.model().to(device), own, (1, 3))
     for stage in made if graphs else ():
         stage.module.cuda_graphs = True
         for program in list(stage.module.programs.values()):
             stage.module.add_program(program)
     changes = harness.Script({10: own.levels[:1]} if own.policy == "level" else {})
-    return harness.run(made, [inputs() for _ in range(own.streams)], changes)[0]
+    return harness.run(made, [inputs(device) for _ in range(own.streams)], changes)[0]
+
+
+SPECS = [
+    StreamSpec(frames_per_chunk=2, levels=(1.0, 0.6), window=2, sinks=2),
+    StreamSpec(frames_per_chunk=2, levels=(1.0,), window=2, streams=2, guidance_scale=3.0),
+    StreamSpec(frames_per_chunk=2, levels=(1.0, 0.6), window=2, sinks=2, policy="clean", streams=2),
+]
+each_spec = pytest.mark.parametrize("own", SPECS, ids=["sinks", "streams and guidance", "clean"])
+
+
+def same_bits(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> bool:
+    return all(torch.equal(a, b) for s, t in zip(one, other, strict=True) for a, b in zip(s, t, strict=True))
 
 
 @pytest.mark.usefixtures("_taped")
-@pytest.mark.parametrize(
-    "more",
-    [
-        dict(levels=(1.0, 0.6), window=2, sinks=2),
-        dict(levels=(1.0,), window=2, streams=2, guidance_scale=3.0),
-        dict(levels=(1.0, 0.6), window=2, sinks=2, policy="clean", streams=2),
-    ],
-    ids=["sinks", "streams and guidance", "clean"],
-)
-def test_replayed_stages_give_the_bits_of_plain_ones(more: dict[str, Any]) -> None:
-    own = StreamSpec(frames_per_chunk=2, **more)
+@each_spec
+def test_replayed_stages_give_the_bits_of_plain_ones(own: StreamSpec) -> None:
     with torch.no_grad():
-        expected, given = (streamed(own, graphs, (1, 3)) for graphs in (False, True))
+        expected, given = (streamed(own, graphs) for graphs in (False, True))
     assert Tape.replays > 5
-    for one, other in zip(expected, given, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert same_bits(given, expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
+@each_spec
+def test_stages_on_a_gpu_give_the_same_bits_replayed(own: StreamSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    replays = []
+    replay = cuda_graph._Recording.replay
+    monkeypatch.setattr(cuda_graph._Recording, "replay", lambda *given: replays.append(1) or replay(*given))
+    with torch.no_grad():
+        expected, given = (streamed(own, graphs, torch.device("cuda", 0)) for graphs in (False, True))
+    assert len(replays) > 5
+    assert same_bits(given, expected)
