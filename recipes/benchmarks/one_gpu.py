@@ -1,6 +1,6 @@
 """What the split costs and gains on one GPU: all stages in turn against the unsplit model, plain, compiled, as CUDA graphs.
 
-    python recipes/benchmarks/one_gpu.py [--workloads flux ...] [--compile] [--offload] [--json FILE]
+    python recipes/benchmarks/one_gpu.py [--workloads flux ...] [--compile] [--offload flux ...] [--json FILE]
 
 Random weights of real configurations, bf16, one forward at a time, with latents and a timestep that are new at each call, as
 in a denoising loop. Variants are run in turn, several rounds; figures are medians.
@@ -14,15 +14,17 @@ at the rates that such small products reach.
 
 import argparse
 import functools
+import gc
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from random_models import random_inputs, random_transformer
 from reporting import show, write
+from torch import nn
 
 from dit_pipelining import split_model
 from dit_pipelining.capture.signature import first_argument
@@ -142,52 +144,83 @@ def measure(name: str, device: torch.device, compiled: bool, rows: list[dict[str
         add("compiled, CUDA graphs", compare(graphs, loop, workload.rounds), equals_compiled=same)
 
 
-def stage_rows(split: SplitModel, inputs: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each stage takes for a call, and what its weights weigh."""
+CAP_GIB = 24.0
+"""A card that holds neither FLUX nor Wan 14B, whose bf16 weights are 22 and 27 GiB."""
+
+
+def offload(name: str, device: torch.device, rows: list[dict[str, Any]]) -> None:
+    """A call on a card of 24 GiB: by the stages of a 2-stage split, and by diffusers' offloading of the whole model."""
+    workload = replace(WORKLOADS[name], blocks={})
+    kind = f"{name}, {CAP_GIB:.0f} GiB"
+
+    def add(**row: Any) -> None:
+        rows.append(dict(workload=kind, **row))
+        print(rows[-1], flush=True)
+
+    model = random_transformer(preset(workload.preset), device, workload.blocks)
+    main = first_argument(model.forward)
+    inputs = random_inputs(described_inputs(workload, main), device)
+    split = split_model(model, 2, inputs)
+    cap(model, device)
+    for row in stage_rows(split, inputs, device):
+        add(**row)
+    try:
+        model.to(device)
+        add(kind="whole transformer on the card, as model offload needs it: fits")
+    except torch.OutOfMemoryError as error:
+        add(kind=f"whole transformer on the card, as model offload needs it: {str(error).splitlines()[0][:120]}")
+    for streamed in (False, True):
+        cap(model, device)
+        options = dict(use_stream=True, record_stream=True) if streamed else dict(num_blocks_per_group=2)
+        started = time.perf_counter()
+        model.enable_group_offload(onload_device=device, offload_type="block_level", **options)  # type: ignore[operator]
+        prepared = time.perf_counter() - started
+        times = [milliseconds(lambda: model(**inputs)) for _ in range(3)][1:]
+        how = "1 block, on a stream of its own" if streamed else "2 blocks"
+        add(kind=f"group offload, {how}", ms=statistics.median(times), prepare_seconds=prepared)
+        remove_group_offload(model)
+    torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def cap(model: nn.Module, device: torch.device) -> None:
+    """Put the model into host memory, and let no more than the cap be had on the card."""
+    model.to("cpu")
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(CAP_GIB * 2**30 / total, device)
+
+
+def remove_group_offload(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "_diffusers_hook"):
+            module._diffusers_hook.reset_stateful_hooks()
+            for hook in list(module._diffusers_hook.hooks):
+                module._diffusers_hook.remove_hook(hook, recurse=False)
+
+
+def stage_rows(split: SplitModel, inputs: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+    """What each stage, alone on the card, takes for a call, and what its weights weigh."""
     graph, flat = split.resolve(inputs)
     rows: list[dict[str, Any]] = []
     received: tuple[torch.Tensor, ...] = ()
     for stage in split.stages:
+        stage.to(device)
         run = functools.partial(stage.run, graph, received, flat.leaves)
         times = [milliseconds(run) for _ in range(6)]
         received = run()
         gib = sum(parameter.nbytes for parameter in stage.parameters()) / 2**30
-        kind = f"stage {stage.stage_index} of 2"
-        rows.append(dict(workload="flux, 24 GiB", kind=kind, ms=statistics.median(times), weights_gib=gib))
-        print(rows[-1], flush=True)
-    return rows
-
-
-def offload(device: torch.device, rows: list[dict[str, Any]], cap_gib: float = 24.0) -> None:
-    """FLUX on a card of 24 GiB: what diffusers' offloading takes for a call, and what a stage of a 2-stage split takes."""
-    facts = preset("flux.1-dev")
-    model = random_transformer(facts, device)
-    main = first_argument(model.forward)
-    inputs = random_inputs(described_inputs(WORKLOADS["flux"], main), device)
-    rows += stage_rows(split_model(model, 2, inputs), inputs)
-    model.to("cpu")
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(cap_gib * 2**30 / total, device)
-    try:
-        model.to(device)
-        text = "fits"
-    except torch.OutOfMemoryError as error:
-        text = f"fails: {str(error).splitlines()[0][:120]}"
-        model.to("cpu")
+        rows.append(dict(kind=f"stage {stage.stage_index} of 2", ms=statistics.median(times), weights_gib=gib))
+        stage.to("cpu")
         torch.cuda.empty_cache()
-    rows.append(dict(workload="flux, 24 GiB", kind=f"whole transformer on the card, as model offload needs it: {text}"))
-    model.enable_group_offload(onload_device=device, offload_type="block_level", num_blocks_per_group=2)
-    times = [milliseconds(lambda: model(**inputs)) for _ in range(3)]
-    rows.append(dict(workload="flux, 24 GiB", kind="group offload, 2 blocks", ms=statistics.median(times)))
-    print(rows[-1], flush=True)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="*", default=[name for name in WORKLOADS if name != "tiny"])
     parser.add_argument("--compile", nargs="*", default=["flux", "wan-1.3b-1560"], help="workloads to compile too")
-    parser.add_argument("--offload", action="store_true")
+    parser.add_argument("--offload", nargs="*", default=[], metavar="WORKLOAD", help="what to run on a card of 24 GiB")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     device = torch.device("cuda", 0)
@@ -197,8 +230,8 @@ def main() -> None:
             measure(name, device, name in args.compile, rows)
             torch.cuda.empty_cache()
             write(args.json, {"card": torch.cuda.get_device_name(0), "rows": rows})
-        if args.offload:
-            offload(device, rows)
+        for name in args.offload:
+            offload(name, device, rows)
             write(args.json, {"card": torch.cuda.get_device_name(0), "rows": rows})
     show(
         torch.cuda.get_device_name(0),
