@@ -171,9 +171,10 @@ def offload(name: str, device: torch.device, rows: list[dict[str, Any]]) -> None
         add(kind=f"whole transformer on the card, as model offload needs it: {str(error).splitlines()[0][:120]}")
     for streamed in (False, True):
         cap(model, device)
-        options = dict(use_stream=True, record_stream=True) if streamed else dict(num_blocks_per_group=2)
+        options = dict(use_stream=True, record_stream=True) if streamed else {}
         started = time.perf_counter()
-        model.enable_group_offload(onload_device=device, offload_type="block_level", **options)  # type: ignore[operator]
+        offloaded = dict(onload_device=device, offload_type="block_level", num_blocks_per_group=1 if streamed else 2)
+        model.enable_group_offload(**offloaded, **options)  # type: ignore[operator]
         prepared = time.perf_counter() - started
         times = [milliseconds(lambda: model(**inputs)) for _ in range(3)][1:]
         how = "1 block, on a stream of its own" if streamed else "2 blocks"
