@@ -16,35 +16,70 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dit_pipelining.comm.host_memory import Post, Transfer, start_receive, start_send
+from dit_pipelining.comm.courier import Courier, Delivery, GroupPost
+from dit_pipelining.comm.host_memory import Transfer, start_receive, start_send
 from dit_pipelining.comm.mesh import Mesh, new_group
 
-Work = dist.Work | Transfer
+Work = dist.Work | Transfer | Delivery
 """A transfer on its way: `wait` makes its data usable on the current stream."""
 
 
 @dataclass(frozen=True)
+class Wire:
+    """What the tensors of some ranks take.
+
+    Attributes:
+        group: of the ranks.
+        backend: of the group. "gloo": tensors of GPUs go through pinned host memory. "nccl": both sides know already that
+            there is something to transfer.
+        courier: where they do not: it tells them over the group, which is of gloo, and has an NCCL group of its own.
+    """
+
+    group: dist.ProcessGroup
+    backend: str = "gloo"
+    courier: Courier | None = None
+
+    def send(self, tensor: torch.Tensor, post: GroupPost) -> Work:
+        """Start this rank's side, by `post`, of a transfer of its tensor, which must live until the work is waited for."""
+        if self.courier is not None:
+            return self.courier.send(tensor, post)
+        return start_send(tensor, self._on_group(post)) if self.backend == "gloo" else self._direct(tensor, post)
+
+    def receive(self, buffer: torch.Tensor, post: GroupPost) -> Work:
+        """Start this rank's side of a transfer into a buffer."""
+        if self.courier is not None:
+            return self.courier.receive(buffer, post)
+        return start_receive(buffer, self._on_group(post)) if self.backend == "gloo" else self._direct(buffer, post)
+
+    def _on_group(self, post: GroupPost) -> Any:
+        return lambda own: post(own, self.group)
+
+    def _direct(self, tensor: torch.Tensor, post: GroupPost) -> dist.Work:
+        work = post(tensor, self.group)
+        assert work is not None  # this rank is in the group
+        return work
+
+
+@dataclass(frozen=True)
 class Link:
-    """One direction between two ranks, over a process group of its own.
+    """One direction between two ranks, over a wire of its own.
 
     Attributes:
         source, target: ranks of the launch.
-        group: of the two.
-        backend: "gloo" or "nccl".
+        wire: between the two.
     """
 
     source: int
     target: int
-    group: dist.ProcessGroup
-    backend: str
+    wire: Wire
 
     def send(self, tensor: torch.Tensor) -> Work:
         """Post a send. The tensor must live until the work is waited for."""
-        return _from(tensor, lambda own: dist.isend(own, self.target, group=self.group), self.backend)
+        return self.wire.send(tensor, lambda own, group: dist.isend(own, self.target, group=group))
 
     def receive(self, buffer: torch.Tensor) -> Work:
         """Post a receive of what the source sends, in its order."""
-        return _into(buffer, lambda own: dist.irecv(own, self.source, group=self.group), self.backend)
+        return self.wire.receive(buffer, lambda own, group: dist.irecv(own, self.source, group=group))
 
     def warm_up(self, device: torch.device) -> None:
         """A first transfer: what NCCL makes for it would else hold up the GPU in the middle of the work."""
@@ -62,14 +97,12 @@ class ReplicaLinks:
     Attributes:
         ranks: of the replica, in the order of its stages.
         hops: `hops[i]` leads from stage i to stage i + 1.
-        results: from the last stage to all ranks.
-        backend: "gloo" or "nccl".
+        results: from the last stage to all ranks of the line.
     """
 
     ranks: tuple[int, ...]
     hops: tuple[Link, ...]
-    results: dist.ProcessGroup
-    backend: str
+    results: Wire
 
     @property
     def root(self) -> int:
@@ -87,26 +120,37 @@ class ReplicaLinks:
     def share(self, tensors: Sequence[torch.Tensor]) -> list[Work]:
         """Post the broadcast of a result: from the root's tensors into the others'."""
 
-        def post(own: torch.Tensor) -> dist.Work | None:
-            return dist.broadcast(own, self.root, group=self.results, async_op=True)
+        def post(own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+            return dist.broadcast(own, self.root, group=group, async_op=True)
 
-        start = _from if dist.get_rank() == self.root else _into
-        return [start(tensor, post, self.backend) for tensor in tensors]
+        start = self.results.send if dist.get_rank() == self.root else self.results.receive
+        return [start(tensor, post) for tensor in tensors]
 
 
-def make_links(mesh: Mesh, timeout: timedelta, device: torch.device, backend: str = "gloo") -> list[ReplicaLinks]:
-    """Make the groups of all replicas and warm each up with a real transfer; every rank of the mesh calls this."""
+def make_links(mesh: Mesh, timeout: timedelta, device: torch.device, data: str | None = None) -> list[ReplicaLinks]:
+    """Make the groups of all replicas and warm each up with a real transfer; every rank of the mesh calls this.
 
-    def group(ranks: Sequence[int]) -> dist.ProcessGroup:
-        return new_group(mesh.in_all_lines(ranks), timeout, backend, group_options(backend))
+    Args:
+        mesh: of this rank.
+        timeout: of each wait.
+        device: of this rank.
+        data: backend of groups of their own for the tensors, such as `"nccl"`; None: they take gloo like the rest.
+    """
+
+    def wire(ranks: Sequence[int]) -> Wire:
+        alike = mesh.in_all_lines(ranks)
+        group = new_group(alike, timeout)
+        if data is None:
+            return Wire(group)
+        return Wire(group, courier=Courier(group, new_group(alike, timeout, data, group_options(data)), device))
 
     def link(source: int, target: int) -> Link:
-        return Link(mesh.line[source], mesh.line[target], group([source, target]), backend)
+        return Link(mesh.line[source], mesh.line[target], wire([source, target]))
 
     links = []
     for replica in range(mesh.replicas):
         hops = tuple(link(one, other) for one, other in pairwise(mesh.ranks_of(replica)))
-        links.append(ReplicaLinks(tuple(mesh.world_ranks_of(replica)), hops, group(range(mesh.size)), backend))
+        links.append(ReplicaLinks(tuple(mesh.world_ranks_of(replica)), hops, wire(range(mesh.size))))
     for own in links:
         for hop in own.hops:  # first stage first: no rank waits for a receive before its own can be sent
             hop.warm_up(device)
@@ -116,22 +160,9 @@ def make_links(mesh: Mesh, timeout: timedelta, device: torch.device, backend: st
 
 
 def group_options(backend: str) -> Any:
-    """Waiting NCCL kernels take multiprocessors from the stages: few channels each (1.12x instead of 1.52x, two H200)."""
+    """NCCL kernels take multiprocessors from the stages: few channels each (1.12x instead of 1.52x, two H200)."""
     if backend != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = 1
     return options
-
-
-def _into(buffer: torch.Tensor, post: Post, backend: str) -> Work:
-    return start_receive(buffer, post) if backend == "gloo" else _posted(post(buffer))
-
-
-def _from(tensor: torch.Tensor, post: Post, backend: str) -> Work:
-    return start_send(tensor, post) if backend == "gloo" else _posted(post(tensor))
-
-
-def _posted(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # this rank is in the group
-    return work

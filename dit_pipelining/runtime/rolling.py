@@ -152,8 +152,7 @@ class Rolling:
         if transport == "peer":
             control = line_group(self.mesh, timeout)
             return StageStreams(PeerLinks(self.mesh, control, self.device), self.device, self.guard.fail)
-        backend = "nccl" if transport == "nccl" else "gloo"
-        links = make_links(self.mesh, timeout, self.device, backend)
+        links = make_links(self.mesh, timeout, self.device, "nccl" if transport == "nccl" else None)
         return StageWorker(links, self.mesh.world_rank, self.device, self.guard.fail)
 
     def _next_replica(self) -> int:

@@ -6,12 +6,6 @@ anything of a later call. Receives, stages and sends are the worker's, so each l
 the result is posted by the rank that gives it from the worker, and by the others from the thread that submits. The receive
 of call k + 1 is posted before stage k runs, so that data travels during the computation; with that, two calls' buffers
 exist at a time.
-
-[Note: first calls over NCCL]
-NCCL's kernels wait on the GPU for the other rank. What torch prepares when a stage runs for the first time (cuBLAS handles,
-workspaces, kernels that are loaded) waits for all kernels of the GPU, those included; if the other rank does so as well,
-neither gets on. NCCL itself joins ranks for a size of message when the first one is sent, which waits on the host. So before
-the first call of a graph all ranks finish what is in flight, run the stage once by itself, and send one message each way.
 """
 
 import queue
@@ -24,7 +18,6 @@ from typing import Any
 
 import torch
 
-from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.comm.links import ReplicaLinks, Work
 from dit_pipelining.runtime.calls import StageCall, StageFailedError, calling_context
 
@@ -82,7 +75,6 @@ class StageWorker:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.error: BaseException | None = None
         self._jobs: queue.SimpleQueue[StageCall | Callable[[], None] | None] = queue.SimpleQueue()
-        self._prepared: set[BlockGraph] = set()
         self._sends: deque[tuple[Work, torch.Tensor]] = deque()
         self._ran: threading.Event | None = None
         self._thread = threading.Thread(target=self._work, name="stage", daemon=True)
@@ -92,8 +84,6 @@ class StageWorker:
         if self.error is not None:
             raise StageFailedError("a stage failed on this rank; nothing can go on") from self.error
         links = self.links[call.replica]
-        if links.backend == "nccl" and call.graph not in self._prepared:
-            self._prepare(call)
         call.state = progress = _Progress(links, calling_context())
         if self.rank in links.ranks:
             if self.stream is not None:
@@ -134,7 +124,9 @@ class StageWorker:
 
     def drain(self) -> None:
         """Wait until everything submitted has run."""
-        self._run_between(lambda: None)
+        done = threading.Event()
+        self._jobs.put(done.set)
+        done.wait()
 
     def stop(self, error: BaseException) -> None:
         self.error = self.error or error  # its groups' waits are ended with those of all groups
@@ -148,48 +140,6 @@ class StageWorker:
         # The thread itself may be the one that collects what nobody uses any more.
         if self.error is None and threading.current_thread() is not self._thread:
             self._thread.join(SECONDS_TO_LEAVE)
-
-    def _run_between(self, function: Callable[[], None]) -> None:
-        """Run a function in the worker's thread after everything submitted, and wait for it."""
-        done = threading.Event()
-
-        def run() -> None:
-            try:
-                function()
-            finally:
-                done.set()
-
-        self._jobs.put(run)
-        done.wait()
-
-    def _prepare(self, call: StageCall) -> None:
-        """See [Note: first calls over NCCL]."""
-        self._prepared.add(call.graph)
-        torch.cuda.synchronize(self.device)
-        stage, context = call.stage, calling_context()
-
-        def blank(values: Sequence[Any]) -> list[torch.Tensor]:
-            return [torch.zeros(value.wire_shape, dtype=value.dtype, device=self.device) for value in values]
-
-        def run() -> None:
-            received = blank(stage.received(call.graph))
-            if all(isinstance(leaf, torch.Tensor) for leaf in call.leaves.values()):  # a cache would be filled
-                with (
-                    context(),
-                    torch.random.fork_rng([self.device]),
-                    suppress(Exception),
-                ):  # the call itself raises it too
-                    stage.run(call.graph, received, call.leaves)
-            torch.cuda.synchronize(self.device)
-            own = next(links for links in self.links if self.rank in links.ranks)
-            works = own.receive(stage.stage_index, received) if stage.stage_index else []
-            works += own.send(stage.stage_index, blank(stage.sent(call.graph))) if own.root != self.rank else []
-            works += [work for links in self.links for work in links.share([torch.zeros_like(r) for r in call.results])]
-            for work in works:
-                work.wait()
-            torch.cuda.synchronize(self.device)
-
-        self._run_between(run)
 
     def _work(self) -> None:
         with torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from dit_pipelining.comm.links import Link, group_options
+from dit_pipelining.comm.links import Link, Wire, group_options
 from dit_pipelining.comm.message_link import Direction
 from dit_pipelining.comm.peer_channels import PeerChannels, Region
 
@@ -74,7 +74,7 @@ def make_stream_links(
         if channels is not None:
             return Direction(source, target, headers, channels.get(name, source, target) if mine else None)
         group = dist.new_group([source, target], timeout=timeout, backend=backend, pg_options=group_options(backend))
-        link = Link(source, target, group, backend)
+        link = Link(source, target, Wire(group, backend))
         link.warm_up(device)
         return Direction(source, target, headers, link)
 
