@@ -150,8 +150,10 @@ def checksum(parameters: Iterable[Any]) -> float:
 
 
 def in_process(function: Any, *args: Any) -> Any:
-    """Run in a fresh process, so that nothing of an earlier measurement is resident."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    """Run in a process of its own, so that nothing of an earlier measurement is resident; imports are done before."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "diffusers", "random_models", "dit_pipelining.api"])
+    with context.Pool(1) as pool:
         return pool.apply_async(function, args).get(timeout=600)
 
 
@@ -188,9 +190,12 @@ def main() -> None:
     parser.add_argument("--model", choices=CASES, default="wan")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument(
+        "--folder", help="where the checkpoint is written and removed again; default: that of temporary files"
+    )
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         rows = measure(CASES[args.model], Path(folder), args.device, args.stages)
     show(
         f"Loading {args.model} to {args.device}",

@@ -169,17 +169,14 @@ def offload(name: str, device: torch.device, rows: list[dict[str, Any]]) -> None
         add(kind="whole transformer on the card, as model offload needs it: fits")
     except torch.OutOfMemoryError as error:
         add(kind=f"whole transformer on the card, as model offload needs it: {str(error).splitlines()[0][:120]}")
-    for streamed in (False, True):
-        cap(model, device)
-        options = dict(use_stream=True, record_stream=True) if streamed else {}
-        started = time.perf_counter()
-        offloaded = dict(onload_device=device, offload_type="block_level", num_blocks_per_group=1 if streamed else 2)
-        model.enable_group_offload(**offloaded, **options)  # type: ignore[operator]
-        prepared = time.perf_counter() - started
-        times = [milliseconds(lambda: model(**inputs)) for _ in range(3)][1:]
-        how = "1 block, on a stream of its own" if streamed else "2 blocks"
-        add(kind=f"group offload, {how}", ms=statistics.median(times), prepare_seconds=prepared)
-        remove_group_offload(model)
+    cap(model, device)
+    started = time.perf_counter()
+    model.enable_group_offload(  # type: ignore[operator]
+        onload_device=device, offload_type="block_level", num_blocks_per_group=1, use_stream=True, record_stream=True
+    )
+    prepared = time.perf_counter() - started
+    times = [milliseconds(lambda: model(**inputs)) for _ in range(3)][1:]
+    add(kind="group offload, block by block on a stream of its own", ms=min(times), prepare_seconds=prepared)
     torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
@@ -192,14 +189,6 @@ def cap(model: nn.Module, device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(CAP_GIB * 2**30 / total, device)
 
 
-def remove_group_offload(model: nn.Module) -> None:
-    for module in model.modules():
-        if hasattr(module, "_diffusers_hook"):
-            module._diffusers_hook.reset_stateful_hooks()
-            for hook in list(module._diffusers_hook.hooks):
-                module._diffusers_hook.remove_hook(hook, recurse=False)
-
-
 def stage_rows(split: SplitModel, inputs: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
     """What each stage, alone on the card, takes for a call, and what its weights weigh."""
     graph, flat = split.resolve(inputs)
@@ -208,7 +197,7 @@ def stage_rows(split: SplitModel, inputs: dict[str, Any], device: torch.device) 
     for stage in split.stages:
         stage.to(device)
         run = functools.partial(stage.run, graph, received, flat.leaves)
-        times = [milliseconds(run) for _ in range(6)]
+        times = [milliseconds(run) for _ in range(4)][1:]
         received = run()
         gib = sum(parameter.nbytes for parameter in stage.parameters()) / 2**30
         rows.append(dict(kind=f"stage {stage.stage_index} of 2", ms=statistics.median(times), weights_gib=gib))
