@@ -150,10 +150,8 @@ def checksum(parameters: Iterable[Any]) -> float:
 
 
 def in_process(function: Any, *args: Any) -> Any:
-    """Run in a process of its own, so that nothing of an earlier measurement is resident; imports are done before."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "diffusers", "random_models", "dit_pipelining.api"])
-    with context.Pool(1) as pool:
+    """Run in a fresh process, so that nothing of an earlier measurement is resident."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply_async(function, args).get(timeout=600)
 
 
