@@ -88,7 +88,7 @@ class ShardedBlocks:
             self._root = _Root(list(self.blocks.values()))  # type: ignore[arg-type]
             whole = {parameter for parameter in self._root.parameters() if not is_spread(parameter)}
             fully_shard(self._root, mesh=self.mesh, ignored_params=whole)
-            self._root()
+            self._root(None)
             self.gather_only(list(self.blocks))
 
     def start_pass(self, names: Sequence[str]) -> None:
@@ -143,13 +143,13 @@ def make_shard_mesh(
 
 
 class _Root(nn.Module):
-    """What lies above all sharded blocks; it has nothing to run."""
+    """What lies above all sharded blocks; it has nothing to run. FSDP moves its inputs to a GPU, so it must have one."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 
-    def forward(self) -> None:
+    def forward(self, _: None) -> None:
         return None
 
 

@@ -21,6 +21,7 @@ import json
 import os
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -285,9 +286,10 @@ def run_sections(sections: Sequence[str], path: str | None, seconds: float, rows
             try:
                 bench.run(section)
             except Exception as error:
-                bench.rows.append(dict(section=section, error=f"{type(error).__name__}: {error}"))
+                trace = traceback.format_exc()
+                bench.rows.append(dict(section=section, error=f"{type(error).__name__}: {error}", traceback=trace))
                 bench.note()
-                print(f"rank {dist.get_rank()}: {bench.rows[-1]}", flush=True)
+                print(f"rank {dist.get_rank()}: {section}: {trace}", flush=True)
             faulthandler.cancel_dump_traceback_later()
     dist.barrier()
     if dist.get_rank() == 0:

@@ -8,6 +8,8 @@ import diffusers
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.utils import _to_kwargs
 
 from dit_pipelining import ParallelConfig, generate, load_pipeline, parallelize
 from dit_pipelining.errors import ConfigError
@@ -102,6 +104,28 @@ def test_each_of_two_stages_sharded_over_two_ranks_holds_a_quarter(ranks: RankPo
 def run_once(folder: Path, sizes: dict[str, Any]) -> tuple[torch.Tensor, int]:
     pipeline = load_pipeline(folder, ParallelConfig(use_hsdp=True, **sizes))
     return pipeline(**requests()[0] | dict(num_inference_steps=1))[0], held_bytes(pipeline.transformer)
+
+
+def run_as_on_a_gpu(folder: Path) -> tuple[torch.Tensor, int]:
+    """FSDP moves the inputs of the outermost module to a GPU; here it does to the CPU."""
+    original = FSDPState._root_pre_forward
+
+    def moving(self: FSDPState, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        args, kwargs = original(self, module, args, kwargs)
+        moved_args, moved_kwargs = _to_kwargs(args, kwargs, torch.device("cpu"), False)
+        return moved_args[0], moved_kwargs[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPState, "_root_pre_forward", moving)
+        return run_once(folder, dict(hsdp_shard_size=2))
+
+
+def test_inputs_are_moved_where_there_are_some(ranks: RankPool, tmp_path: Path) -> None:
+    folder = checkpoints.wan(tmp_path / "wan")
+    with torch.no_grad():
+        expected = diffusers.DiffusionPipeline.from_pretrained(folder)(**requests()[0] | dict(num_inference_steps=1))[0]
+    for found, _ in ranks.run(2, run_as_on_a_gpu, folder):
+        compare([found], [expected])
 
 
 # ---- conditions ---------------------------------------------------------------------------------------------------------
