@@ -78,7 +78,7 @@ class ParallelConfig:
             longer than running them.
         transport: how data moves between the ranks. `"auto"`: `"peer"` where each rank has a GPU of its own on one host
             (copy engines, ordered by the GPUs themselves), else `"host"` (gloo, through host memory): on CPUs, for ranks
-            that share a GPU, and across hosts. `"nccl"` is there to be tried; it has not been seen to run.
+            that share a GPU, and across hosts. `"nccl"` has been seen to run with small models only.
         vae_placement: `"inline"`: the rank that holds the VAE also runs blocks; `"shared"`: it is a rank of its own, without
             blocks.
         rebalance: measure how long the stages take, and between two calls of the pipeline move blocks to other ranks where

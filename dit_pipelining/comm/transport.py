@@ -63,5 +63,5 @@ def _possible(places: list[tuple[str, str, bool]]) -> list[str]:
     if any(name == "cpu" for _, name, _ in places) or len({(host, name) for host, name, _ in places}) < len(places):
         return ["host"]
     one_host = len({host for host, _, _ in places}) == 1
-    # NCCL is for those who ask for it: its kernels wait on the GPU, and on two H200 the first calls hung.
+    # NCCL is for those who ask for it: it has been seen to run with small models only, and copy engines take no processors.
     return ["peer", "host", "nccl"] if one_host and all(reach for _, _, reach in places) else ["host", "nccl"]
