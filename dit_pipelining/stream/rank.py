@@ -89,7 +89,7 @@ class StreamRank:
         self.noted = torch.zeros(num_stages, NOTED, dtype=torch.float64)
         self._length = header_length(stage.spec, num_stages)
         self._ends = Ends(links, stage, noise, self._length, seconds)
-        self._speaks_always = False
+        self._unheard = 0
 
     def run(self, sources: Sequence[Source], levels: Levels | None = None) -> Generator[FinishedChunk, None, None]:
         """Run until the sources end; all ranks call this, and iterate to the end.
@@ -101,7 +101,6 @@ class StreamRank:
         Yields:
             on the last rank finished chunks, as soon as they are; on the others nothing.
         """
-        self._speaks_always = self.rebalancing is not None or levels is not None
         yield from self._lead(sources, levels) if self.index == 0 and not self.is_twin else self._follow()
         self._ends.close()
 
@@ -110,6 +109,7 @@ class StreamRank:
     def _lead(self, sources: Sequence[Source], levels: Levels | None) -> Iterator[FinishedChunk]:
         links = self.links
         head = StreamHead(self.stage.spec, self.num_stages, self.noise, sources, levels)
+        self._unheard = 0
         onward = self._ends.sender(links.hops[0]) if links.hops else None
         fresh = self._ends.sender(links.fresh) if links.fresh is not None else None
         back = self._ends.receiver(links.back) if links.back is not None else None
@@ -142,6 +142,7 @@ class StreamRank:
                 fresh.send(header, [latents])
             if back is not None:
                 self._take_back(head, tick.step, back)
+                self._unheard += 1
             latents = head.latents(tick.step, tick.fresh)
             if twin is not None:
                 twin.send(header, [latents])
@@ -176,7 +177,9 @@ class StreamRank:
     def _take_back(self, head: StreamHead, step: MicroStep, back: AnyReceiver) -> None:
         """Take what has come back, and wait for what the rows of a step need.
 
-        Not what comes of later ticks: where tensors take peer copies, a header says what will be, not what is there.
+        Also where they need nothing, no more ticks than there are stages go unheard of: a source that is ahead of what
+        comes out makes latency. And nothing of later ticks is taken: where tensors take peer copies, a header says what
+        will be, not what is there.
         """
 
         def is_due() -> bool:
@@ -184,10 +187,11 @@ class StreamRank:
             known = None if header is None else decode(header).micro_step
             return header is not None and (known is None or known.tick <= step.tick - self.num_stages)
 
-        while not head.has_latents(step) or is_due():
+        while not head.has_latents(step) or self._unheard > self.num_stages or is_due():
             with back.next() as message:
                 known = decode(message.header).micro_step
                 if known is not None:
+                    self._unheard -= 1
                     self.noted = noted(message.header, self.num_stages)
                 if known is not None and message.tensors:
                     head.take_back(known, message.tensors[0].clone())
@@ -202,6 +206,7 @@ class StreamRank:
         kind = Kind.IDLE
         while kind is not Kind.END:
             finished: list[FinishedChunk] = []
+            self.stage.wait_for_room()
             with incoming.next() as message:
                 header = decode(message.header)
                 kind = header.kind
@@ -210,8 +215,7 @@ class StreamRank:
                     outputs = self._execute(header.micro_step, message)
                     if finishing is not None:
                         finished, going_on = finishing.finish(header.micro_step, outputs)
-                        if going_on is not None or self._speaks_always:
-                            onward.send(*_returned(message.header, going_on))
+                        onward.send(*_returned(message.header, going_on))
                     else:
                         onward.send(message.header, [torch.cat(outputs)] if is_last else _own(outputs, message))
                 elif kind is Kind.PROMPT:

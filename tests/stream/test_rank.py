@@ -1,5 +1,6 @@
 """A stream over ranks equals the sequential reference on the unsplit diffusers model, bit for bit."""
 
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -65,3 +66,27 @@ def test_a_stream_over_ranks_is_the_reference(
         own_chunks = [(index, latents) for number, index, latents in finished if number == stream]
         assert [index for index, _ in own_chunks] == list(range(CHUNKS))
         assert all(torch.equal(one, other) for (_, one), other in zip(own_chunks, expected, strict=True))
+
+
+def ahead_of_a_slow_end(folder: Path, chunks: int) -> list[int]:
+    """How many chunks the source has given when each comes out, on a last rank that is slow to use it."""
+    given = folder / "given"
+    rank = harness.rank(reference.model(layers=2), spec(levels=(1.0,)), (1, 1), [reference.text(10)])
+
+    def counted() -> Any:
+        for chunk in range(chunks):
+            given.with_suffix(".new").write_text(str(chunk + 1))
+            given.with_suffix(".new").replace(given)  # whoever reads it sees all of it
+            yield StreamInput()
+
+    ahead = []
+    for chunk in rank.run([counted()]):
+        time.sleep(0.03)
+        ahead.append(int(given.read_text()) - chunk.index)
+    return ahead
+
+
+def test_a_source_does_not_run_away_from_a_slow_end(ranks: RankPool, tmp_path: Path) -> None:
+    ahead = ranks.run(2, ahead_of_a_slow_end, tmp_path, 24)[-1]
+    assert len(ahead) == 24
+    assert max(ahead) <= 2 + 3  # in both stages, in between, and the one that waits to start
