@@ -14,6 +14,7 @@ from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.capture.graph import CaptureCache
 from dit_pipelining.capture.hooks import refuse_hooks
 from dit_pipelining.capture.signature import bind
+from dit_pipelining.capture.step_caches import keeps_steps
 from dit_pipelining.comm.launch import Launch, launched_rank
 from dit_pipelining.comm.mesh import Mesh, layout_of, line_group
 from dit_pipelining.comm.processes import launch
@@ -31,6 +32,7 @@ from dit_pipelining.runtime.executor import check_counts
 from dit_pipelining.runtime.parallel import cut_over_ranks, from_checkpoint, from_memory, spread
 from dit_pipelining.runtime.requests import OnOutput, run_requests
 from dit_pipelining.runtime.serving import RequestQueue
+from dit_pipelining.runtime.step_states import check_can_keep
 from dit_pipelining.sharding.sequence import check_sequence_parallel
 from dit_pipelining.sharding.tensor import check_tensor_parallel
 from dit_pipelining.sharding.tile_ranks import TileRanks, tile_ranks
@@ -340,6 +342,8 @@ def _check_splits(config: ParallelConfig, models: Mapping[str, nn.Module]) -> No
     refuse_cutting_quantised(models, [name for name, is_asked in cuts.items() if is_asked])
     for model in models.values():
         refuse_hooks(model)
+        if keeps_steps(model):
+            check_can_keep(config)
         if config.sequence_parallel_size > 1:
             check_sequence_parallel(model, config.ring_degree, config.ulysses_degree, config.tensor_parallel_size)
         if config.tensor_parallel_size > 1:

@@ -25,9 +25,10 @@ from dit_pipelining.capture.signature import (
     flatten_inputs,
 )
 from dit_pipelining.capture.state import GlueState
+from dit_pipelining.capture.step_caches import step_hooks, without_step_hooks
 from dit_pipelining.capture.trace import Tracer, trace
 from dit_pipelining.capture.values import CHANGES_EACH_STEP, Questions
-from dit_pipelining.errors import BlocksNotFoundError
+from dit_pipelining.errors import BlocksNotFoundError, ConfigError
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,7 +196,7 @@ def capture(
     forward = forward or model.forward
     main_input = first_argument(forward)
     hooks = asked_hooks(model)
-    with hooked(model, hooks):
+    with without_step_hooks(model), hooked(model, hooks):
         tracer = trace(model, forward, names, inputs, main_input, count_work)
     questions = _questions(tracer)
     live = _live_nodes(tracer.graph, tracer.output)
@@ -209,7 +210,7 @@ def capture(
             "inputs. Name the blocks it does call with blocks=[...]."
         )
     chain = main_chain(tracer.graph, calls, main_input)
-    return BlockGraph(
+    graph = BlockGraph(
         graph=tracer.graph,
         blocks=tuple(chain),
         side_blocks=tuple(call for call in calls if call not in set(chain)),
@@ -222,6 +223,27 @@ def capture(
         signature=inputs.signature,
         hooks=hooks,
     )
+    _check_step_hooks(model, graph, names)
+    return graph
+
+
+def _check_step_hooks(model: nn.Module, graph: BlockGraph, blocks: Iterable[str]) -> None:
+    """Check that each module that keeps something from step to step runs at every step, as one call or inside of one.
+
+    Raises:
+        ConfigError: names the module that does not.
+    """
+    calls = {str(node.target): node for node in graph.graph.nodes if node.op == "call_module"}
+    owners = {*calls, *blocks}
+    for name in step_hooks(model):
+        parts = name.split(".")
+        owner = next((own for n in range(len(parts), 0, -1) if (own := ".".join(parts[:n])) in owners), None)
+        if owner is None or (owner in calls and not graph.changes_each_step(calls[owner])):
+            raise ConfigError(
+                f"the cache of {type(model).__name__} is on {name!r}, which is not a call of its own at every step: a split "
+                "model computes what does not change once, and on each rank that needs it. Name modules within blocks in the "
+                "cache's configuration."
+            )
 
 
 @dataclass

@@ -2,12 +2,13 @@
 
 from torch import nn
 
+from dit_pipelining.capture.step_caches import KINDS, keeps_steps
 from dit_pipelining.errors import ConfigError
 
 CACHES = (
-    "caches decide from one block what the others skip, and keep what blocks gave between calls; the blocks are on several "
-    "ranks, and several calls are on their way at a time. Leave the cache out, or call disable_cache() before the model is "
-    "split"
+    "what it skips is known from the first block's result, it gives the first block what the last one made, or it asks the "
+    "pipeline for the step when a block runs; the blocks are on several ranks, and several calls are on their way at a time. "
+    "Use TaylorSeerCacheConfig, whose modules decide by themselves, or call disable_cache() before the model is split"
 )
 CASTS = (
     "the model is recorded on tensors without data, which such a hook would cast. Leave layerwise casting out: give "
@@ -49,7 +50,9 @@ def refuse_hooks(model: nn.Module) -> None:
     for name, module in model.named_modules():
         registry = vars(module).get("_diffusers_hook")
         hooks = [
-            str(name) for name, hook in getattr(registry, "hooks", {}).items() if not getattr(hook, CAPTURED, False)
+            str(name)
+            for name, hook in getattr(registry, "hooks", {}).items()
+            if not getattr(hook, CAPTURED, False) and not (keeps_steps(model) and isinstance(hook, KINDS))
         ]
         if "_hf_hook" in vars(module):
             hooks.append("accelerate's offload or device_map")
@@ -67,7 +70,7 @@ def refuse_cache(model: nn.Module) -> None:
         ConfigError: names the cache.
     """
     config = getattr(model, "_cache_config", None)
-    if config is not None:
+    if config is not None and not keeps_steps(model):
         raise ConfigError(f"{type(model).__name__} has {type(config).__name__} on, but it is split: {CACHES}.")
 
 

@@ -11,6 +11,8 @@ from dit_pipelining.capture.branch_hooks import hooked
 from dit_pipelining.capture.code import Function, compile_nodes
 from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.signature import CallInputs
+from dit_pipelining.capture.step_caches import keeps_steps
+from dit_pipelining.errors import ConfigError
 from dit_pipelining.lowering.boundary import BoundaryValue, StagePlan, holds, with_plain_strides
 from dit_pipelining.lowering.clock import StageClock
 from dit_pipelining.lowering.cuda_graph import GraphedFunction
@@ -178,6 +180,11 @@ class StageModule(nn.Module):
         Returns:
             the tensors for the next stage, or the flat output tensors of the model from the last stage.
         """
+        if keeps_steps(self.model):
+            raise ConfigError(
+                f"{type(self.model).__name__} has a cache on, whose modules keep something from step to step. torch's "
+                "schedules run microbatches through them as if each were a step. Call disable_cache()."
+            )
         graph, inputs = self.resolve(kwargs)
         return tuple(map(with_plain_strides, self.run(graph, received, inputs.leaves)))
 

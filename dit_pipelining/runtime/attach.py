@@ -21,6 +21,7 @@ from dit_pipelining.runtime.members import members
 from dit_pipelining.runtime.owned import REFUSED, is_owned, refusal
 from dit_pipelining.runtime.pending import resolved
 from dit_pipelining.runtime.rolling import Rolling
+from dit_pipelining.runtime.step_states import begin_states
 from dit_pipelining.runtime.withheld import hand_through, refuse_withheld, without_data
 from dit_pipelining.sharding.token_hooks import splits_tokens_of
 from dit_pipelining.torch_internals import parse_to
@@ -149,6 +150,7 @@ def _spread_class(cls: Any, shows: bool) -> Any:
         own_call = cls.__call__.__get__(self)
         attach_guiders(self.components.values(), config_of)
         forget_hooks()
+        begin_states()
         with rolling.call(cls.__name__, given_arguments(own_call, args, kwargs)):
             output = own_call(*args, **kwargs)
             if isinstance(output, PipelineState):  # all that a modular pipeline has made
@@ -212,6 +214,7 @@ def _parallel_class(cls: Any) -> Any:
             cls,
             lambda model: model.__dict__[EXECUTOR].awaits_weights,
             lambda model: model.__dict__[EXECUTOR].holds_parts,
+            lambda model: model.__dict__[EXECUTOR].config,
         ),
         "forward": forward,
         "device": property(device),

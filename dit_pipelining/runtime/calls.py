@@ -1,7 +1,7 @@
 """One call of a transformer on its way through the stages, as one rank sees it, and what runs such calls."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,6 +9,7 @@ import torch
 
 from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.lowering.stage import StageModule
+from dit_pipelining.runtime.step_states import StepCall
 from dit_pipelining.torch_internals import autocast_state, version
 
 
@@ -28,6 +29,7 @@ class StageCall:
         results: buffers for the output tensors, on every rank.
         versions: of the inputs that must not be written to meanwhile: path, tensor, its version at the start.
         state: what the thing that runs the call notes about it.
+        steps: where modules find what they keep from step to step, if they do.
     """
 
     stage: StageModule
@@ -37,6 +39,12 @@ class StageCall:
     results: list[torch.Tensor]
     versions: list[tuple[str, torch.Tensor, int]]
     state: Any = None
+    steps: StepCall | None = None
+
+    def run(self, received: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run the stage on what the stage before sent."""
+        with nullcontext() if self.steps is None else self.steps.entered(self.stage.model):
+            return self.stage.run(self.graph, received, self.leaves)
 
     def check_inputs_unchanged(self) -> None:
         """Raise if somebody has written to an input since the call began.

@@ -26,6 +26,7 @@ from dit_pipelining.runtime.pending import resolved
 from dit_pipelining.runtime.rebalance import Rebalancer
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.runtime.schedules import GPipe
+from dit_pipelining.runtime.step_states import StepCall, step_call
 from dit_pipelining.runtime.withheld import refuse_withheld
 from dit_pipelining.sharding.hsdp import ShardedBlocks
 from partitioners import Component, Partition, balanced
@@ -104,7 +105,11 @@ class TransformerExecutor:
         self._idle.see(self.rolling.turns, len(parts))
         split = self.split_for(parts[0])
         calls = [split.resolve(part) for part in parts]
-        return merge(self._run_gpipe(calls) if self._gpipe is not None else [self._submit(*call) for call in calls])
+        return merge(
+            self._run_gpipe(calls)
+            if self._gpipe is not None
+            else [self._submit(*call, step_call(self.model, part)) for part, call in enumerate(calls)]
+        )
 
     def split_for(self, kwargs: Mapping[str, Any]) -> SplitModel:
         """The model in stages, cut for a call with these arguments if it has not been cut yet."""
@@ -121,9 +126,9 @@ class TransformerExecutor:
         count = batch_size(whole, graph.main_input) // size
         return gives_batch(output, size) and is_share(reference, graph, count)
 
-    def _submit(self, graph: BlockGraph, inputs: CallInputs) -> Any:
+    def _submit(self, graph: BlockGraph, inputs: CallInputs, steps: StepCall | None) -> Any:
         stage = self._stage()
-        tensors, arrival = self.rolling.submit(stage, graph, inputs)
+        tensors, arrival = self.rolling.submit(stage, graph, inputs, steps)
         if inputs.objects or graph.output_objects:
             arrival.wait()  # a cache among the inputs or the outputs must be filled when the call returns
             self.rolling.drain()

@@ -7,11 +7,13 @@ from typing import Any, NoReturn
 from torch import nn
 
 from dit_pipelining.capture.hooks import CACHES, CASTS
+from dit_pipelining.capture.step_caches import CONFIGS
+from dit_pipelining.config import ParallelConfig
 from dit_pipelining.errors import ConfigError
+from dit_pipelining.runtime.step_states import begin_states, branch_named, check_can_keep
 from dit_pipelining.weights.given import stand_ins
 
 REFUSED = {
-    "enable_cache": CACHES,
     "enable_layerwise_casting": CASTS,
     "enable_parallelism": "it is split by stages already. Choose the degrees in ParallelConfig",
     "compile": "the forward runs on several ranks. Give ParallelConfig(compile='blocks')",
@@ -27,7 +29,10 @@ CHANGE_WEIGHTS = (*NEED_WEIGHTS, "load_lora_adapter")
 
 
 def members(
-    cls: Any, awaits_weights: Callable[[nn.Module], bool], holds_parts: Callable[[nn.Module], bool]
+    cls: Any,
+    awaits_weights: Callable[[nn.Module], bool],
+    holds_parts: Callable[[nn.Module], bool],
+    config_of: Callable[[nn.Module], ParallelConfig],
 ) -> dict[str, Any]:
     """Methods for a subclass of a transformer's class.
 
@@ -35,11 +40,18 @@ def members(
         cls: the class.
         awaits_weights: whether a model's checkpoint is yet to be read.
         holds_parts: whether a model's blocks are cut or sharded over ranks.
+        config_of: how a model is spread over ranks.
     """
     found: dict[str, Any] = {name: _refused(cls, name, why) for name, why in REFUSED.items() if hasattr(cls, name)}
     found |= {name: _later(cls, name, awaits_weights) for name in NEED_WEIGHTS if hasattr(cls, name)}
     if hasattr(cls, "load_lora_adapter"):
         found["load_lora_adapter"] = _adapter_loader(cls, awaits_weights)
+    if hasattr(cls, "enable_cache"):
+        found |= {
+            "enable_cache": _cache_enabler(cls, config_of),
+            "cache_context": branch_named,
+            "_reset_stateful_cache": lambda model, recurse=True: begin_states(),
+        }
     for name in CHANGE_WEIGHTS:
         if name in found:
             found[name] = _of_whole_weights(cls, name, found[name], holds_parts)
@@ -51,6 +63,19 @@ def _refused(cls: Any, name: str, why: str) -> Callable[..., NoReturn]:
         raise ConfigError(f"{cls.__name__} is split over ranks, so {name} is not possible: {why}.")
 
     return refuse
+
+
+def _cache_enabler(cls: Any, config_of: Callable[[nn.Module], ParallelConfig]) -> Callable[..., None]:
+    @functools.wraps(cls.enable_cache)
+    def enable(self: nn.Module, config: Any) -> None:
+        if not isinstance(config, CONFIGS):
+            raise ConfigError(
+                f"{cls.__name__} is split over ranks, so {type(config).__name__} is not possible: {CACHES}."
+            )
+        check_can_keep(config_of(self))
+        cls.enable_cache(self, config)
+
+    return enable
 
 
 def _later(cls: Any, name: str, awaits_weights: Callable[[nn.Module], bool]) -> Callable[..., Any]:

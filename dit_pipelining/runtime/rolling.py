@@ -24,6 +24,7 @@ from dit_pipelining.runtime.agreement import agree
 from dit_pipelining.runtime.calls import StageCall, StageRunner
 from dit_pipelining.runtime.lockstep import Lockstep
 from dit_pipelining.runtime.pending import Arrival, PendingTensor, pending
+from dit_pipelining.runtime.step_states import StepCall
 from dit_pipelining.runtime.streams import StageStreams
 from dit_pipelining.runtime.turns import Turns
 from dit_pipelining.runtime.worker import StageWorker
@@ -79,7 +80,9 @@ class Rolling:
         atexit.register(_close, weakref.ref(self))
         weakref.finalize(self, self.runner.close).atexit = False
 
-    def submit(self, stage: StageModule, graph: BlockGraph, inputs: CallInputs) -> tuple[list[PendingTensor], Arrival]:
+    def submit(
+        self, stage: StageModule, graph: BlockGraph, inputs: CallInputs, steps: StepCall | None = None
+    ) -> tuple[list[PendingTensor], Arrival]:
         """Start one call; returns at once with the tensors of `graph.output_nodes`, pending.
 
         All ranks submit the same calls in the same order.
@@ -90,7 +93,7 @@ class Rolling:
             torch.empty(node.meta["shape"], dtype=node.meta["dtype"], device=self.device) for node in graph.output_nodes
         ]
         # What a cache holds is on the ranks that filled it.
-        replica = 0 if inputs.objects or graph.output_objects else self._next_replica()
+        replica = 0 if inputs.objects or graph.output_objects else self._next_replica(steps)
         leaves = inputs.leaves
         versions = []
         if replica == self.mesh.replica:
@@ -101,7 +104,7 @@ class Rolling:
                     versions.append((path, tensor, before))
         if self.lockstep is not None:
             self.lockstep.before(stage, graph, replica, self.runner.run_aside)
-        call = StageCall(stage, graph, leaves, replica, results, versions)
+        call = StageCall(stage, graph, leaves, replica, results, versions, steps=steps)
         self.runner.submit(call)
         arrival = Arrival(lambda: self._wait(call))
         return pending(results, arrival), arrival
@@ -155,12 +158,12 @@ class Rolling:
         links = make_links(self.mesh, timeout, self.device, "nccl" if transport == "nccl" else None)
         return StageWorker(links, self.mesh.world_rank, self.device, self.guard.fail)
 
-    def _next_replica(self) -> int:
+    def _next_replica(self, steps: StepCall | None) -> int:
         """Branches of a step go to different replicas, always the same ones, and so do requests."""
         request = self.turns.current()
         replica = (request.index + request.submitted) % self.mesh.replicas
         request.submitted += 1
-        return replica
+        return replica if steps is None else steps.states.replicas.setdefault(steps.branch, replica)
 
     def _wait(self, call: StageCall) -> None:
         self.turns.end_turn()

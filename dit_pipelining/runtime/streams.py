@@ -125,7 +125,7 @@ class StageStreams:
                 if any(not isinstance(leaf, torch.Tensor) for leaf in call.leaves.values()):
                     received = [tensor.clone() for tensor in received]  # a cache may keep them
             try:
-                outputs = stage.run(call.graph, received, call.leaves)
+                outputs = call.run(received)
             except BaseException as error:
                 self._fail(error)
                 raise

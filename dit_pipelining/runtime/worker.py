@@ -196,7 +196,7 @@ class StageWorker:
                 torch.cuda.current_stream(self.device).wait_event(progress.ready)
             call.check_inputs_unchanged()
             with progress.context():
-                outputs = call.stage.run(call.graph, progress.buffers, call.leaves)
+                outputs = call.run(progress.buffers)
                 self._pass_on(
                     call, outputs
                 )  # in the caller's inference mode its buffers are written to in that mode only

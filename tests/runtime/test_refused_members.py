@@ -23,7 +23,6 @@ CACHES = {
         spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
     ),
     "FasterCache": hooks.FasterCacheConfig(),
-    "TaylorSeer": hooks.TaylorSeerCacheConfig(),
     "MagCache": hooks.MagCacheConfig(num_inference_steps=2, mag_ratios=[1.0, 1.0]),
 }
 
