@@ -41,6 +41,7 @@ from dit_pipelining.stream.spec import StreamSpec
 from dit_pipelining.weights.components import components_in_folder, components_in_memory, load_on_owners
 from dit_pipelining.weights.modular import load_modular
 from dit_pipelining.weights.pipelines import (
+    HUB_ARGUMENTS,
     DtypeChoice,
     empty_transformers,
     is_transformer,
@@ -159,10 +160,10 @@ def load_pipeline(
         torch_dtype: diffusers' older name of `dtype`.
         variant: as in `from_pretrained`, for example `"fp16"`.
         revision: of a hub id.
-        components: passed on to `from_pretrained`, for example `vae=...`. A transformer that is passed, with its weights
-            and the same on every rank, is split as `parallelize` does it; one that is the path of a GGUF file is read
-            from there by each rank as far as its stage goes. With `quantization_config=PipelineQuantizationConfig(...)` each
-            rank quantises its own stage.
+        components: passed on to `from_pretrained`, for example `vae=...`, or `cache_dir=...` for a hub id. A transformer
+            that is passed, with its weights and the same on every rank, is split as `parallelize` does it; one that is the
+            path of a GGUF file is read from there by each rank as far as its stage goes. With
+            `quantization_config=PipelineQuantizationConfig(...)` each rank quantises its own stage.
 
     Returns:
         the diffusers pipeline, on this rank's device.
@@ -197,7 +198,9 @@ def _load(
 ) -> Any:
     if launched_rank() != 0:
         silence_loading_bars()
-    folder = pipeline_folder(source, variant=variant, revision=revision)
+    hub = {name: components[name] for name in HUB_ARGUMENTS if name in components}
+    components = {name: value for name, value in components.items() if name not in hub}
+    folder = pipeline_folder(source, variant=variant, revision=revision, **hub)
     components = with_files_opened(folder, components, dtype)
     options = {"dtype": dtype, "variant": variant, **components}
     is_modular = issubclass(pipeline_class, diffusers.ModularPipeline)

@@ -1,6 +1,7 @@
 """The front door: wrong use is refused at once, with what to change, and pipelines say where they come from."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from dit_pipelining.errors import (
     CheckpointError,
     ConfigError,
     InputError,
+    ModelNotFoundError,
     NotATransformerError,
     PartitionError,
 )
@@ -259,6 +261,45 @@ def test_an_argument_that_contradicts_the_split_is_refused(
 def test_a_vae_in_the_transformers_place_is_refused(folder: Path, two_ranks: ParallelConfig) -> None:
     with pytest.raises(NotATransformerError, match="transformer=AutoencoderKL"):
         load_pipeline(folder, two_ranks, transformer=small_vae())
+
+
+def in_the_cache_of_the_hub(cache: Path, names: dict[str, Path]) -> None:
+    """Folders as revisions of `tests/wan`, as the hub's client keeps them."""
+    root = cache / "models--tests--wan"
+    for index, (revision, folder) in enumerate(names.items()):
+        commit = f"{index + 1}" * 40
+        shutil.copytree(folder, root / "snapshots" / commit)
+        (root / "refs").mkdir(exist_ok=True)
+        (root / "refs" / revision).write_text(commit)
+
+
+def generate_from_the_hub(cache: Path) -> dict[str, torch.Tensor]:
+    config = ParallelConfig(pipeline_parallel_size=2)
+    options: dict[str, Any] = dict(cache_dir=str(cache), local_files_only=True)
+    return {
+        str(revision): load_pipeline("tests/wan", config, revision=revision, **options)(**seeded()).frames
+        for revision in (None, "older")
+    }
+
+
+def seeded() -> dict[str, Any]:
+    return dict(CALL, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_hub_id_is_loaded_from_the_cache_by_its_revision(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    older = checkpoints.wan(tmp_path / "older", seed=1)
+    in_the_cache_of_the_hub(tmp_path / "cache", {"main": folder, "older": older})
+    expected = {
+        name: DiffusionPipeline.from_pretrained(own)(**seeded()).frames
+        for name, own in (("None", folder), ("older", older))
+    }
+    for found in ranks.run(2, generate_from_the_hub, tmp_path / "cache"):
+        assert_same(found, expected)
+
+
+def test_a_hub_id_that_is_not_there_is_refused(tmp_path: Path, two_ranks: ParallelConfig) -> None:
+    with pytest.raises(ModelNotFoundError, match="'tests/wan' is neither a folder nor a hub id that can be reached"):
+        load_pipeline("tests/wan", two_ranks, cache_dir=str(tmp_path), local_files_only=True)
 
 
 def test_a_variant_that_no_component_has_is_refused(folder: Path, two_ranks: ParallelConfig) -> None:

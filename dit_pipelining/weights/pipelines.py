@@ -37,6 +37,9 @@ CONTRADICTING = {
 }
 """Arguments of `from_pretrained` that a split pipeline cannot follow, and why."""
 
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
+"""Arguments of `from_pretrained` that say how to get a hub id's files."""
+
 HARMLESS = (("low_cpu_mem_usage", True), ("use_safetensors", True), ("use_flashpack", False), ("disable_mmap", False))
 """Values of them that ask for what happens anyway."""
 
@@ -74,8 +77,12 @@ class EmptyTransformer:
             check_tensors(self.model, self.checkpoint)
 
 
-def pipeline_folder(source: str | Path, *, variant: str | None = None, revision: str | None = None) -> Path:
+def pipeline_folder(source: str | Path, **hub: Any) -> Path:
     """The local folder of a pipeline: itself, or a hub id's, downloaded once per machine into the hub's cache.
+
+    Args:
+        source: a folder, or a hub id.
+        hub: what `download` of a diffusers pipeline takes: `variant`, `revision` and those of `HUB_ARGUMENTS`.
 
     Raises:
         ModelNotFoundError: it is neither; says what is there.
@@ -93,7 +100,7 @@ def pipeline_folder(source: str | Path, *, variant: str | None = None, revision:
         raise ModelNotFoundError(f"{folder} is no diffusers pipeline: it has no model_index.json. {hint}".strip())
     try:
         # The hub's client locks files while it downloads, so ranks of one machine do not fetch twice.
-        return Path(diffusers.DiffusionPipeline.download(str(source), variant=variant, revision=revision))
+        return Path(diffusers.DiffusionPipeline.download(str(source), **hub))
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(
             f"{str(source)!r} is neither a folder nor a hub id that can be reached ({type(error).__name__}: {error}). "
