@@ -59,12 +59,19 @@ def search_model(
         ConfigError, InputError: something that was asked cannot be.
     """
     found = find_device(device or DEFAULT_DEVICE)
-    return search(_work(name, found, size or SizeRequest(), dtype, steps, guidance), gpus, found, topology, goal)
+    work = work_of(name, found, size or SizeRequest(), dtype, steps, guidance)
+    return search(work, gpus, found, topology, goal)
 
 
-def _work(
-    name: str, device: DeviceProfile, size: SizeRequest, dtype: str, steps: int | None, guidance: str | None
+def work_of(
+    name: str,
+    device: DeviceProfile,
+    size: SizeRequest,
+    dtype: str = "bfloat16",
+    steps: int | None = None,
+    guidance: str | None = None,
 ) -> ModelWork:
+    """What a search is told of a model; arguments as for `search_model`."""
     model = find_model(name)
     if len(model.transformers) > 1:
         kinds = ", ".join("+".join(spec.names) for spec in model.transformers)

@@ -35,7 +35,7 @@ FAMILIES: Mapping[str, Family] = {
     "FLUX": Family("FluxTransformer", FOUR, "FluxPipeline", "AutoencoderKL"),
     "FLUX.2": Family("Flux2Transformer", FOUR, "Flux2Pipeline", "AutoencoderKLFlux2"),
     "Qwen-Image": Family("QwenImageTransformer", {}, "QwenImagePipeline", "AutoencoderKLQwenImage"),
-    "SD3, SD3.5": Family("SD35Transformer", {}, "StableDiffusion3Pipeline", "AutoencoderKL"),
+    "SD3 and 3.5": Family("SD35Transformer", {}, "StableDiffusion3Pipeline", "AutoencoderKL"),
     "HunyuanVideo": Family("HunyuanVideoTransformer", FOUR, "HunyuanVideoPipeline", "AutoencoderKLHunyuanVideo"),
     "LTX": Family("LTXTransformer", {**FOUR, "cross_attention_dim": 32}, "LTXPipeline", "AutoencoderKLLTXVideo"),
     "LTX-2": Family(

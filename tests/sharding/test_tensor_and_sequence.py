@@ -20,7 +20,7 @@ from tests.sharding.families import FAMILIES
 from tests.zoo import build_inputs, build_model
 
 TOLERANCE = dict(rtol=1e-5, atol=1e-5)
-QUICK = ["Wan", "SD3, SD3.5"]
+QUICK = ["Wan", "SD3 and 3.5"]
 MINUTE = timedelta(seconds=60)
 
 
