@@ -7,6 +7,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+import torch.distributed as dist
 
 from dit_pipelining.api import ParallelConfig, generate, load_pipeline, parallelize, serve
 from dit_pipelining.errors import ConfigError, InputError
@@ -49,27 +50,36 @@ def expected(folder: Path, name: str, seed: int = 7) -> torch.Tensor:
     return result_of(quiet(diffusers.DiffusionPipeline.from_pretrained(folder))(**arguments(name, seed)))
 
 
-def loaded(folder: Path, name: str, config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """What a call gives; what one gives whose noise nobody seeded; the bytes that cross between the stages."""
+def loaded(folder: Path, name: str, config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """What a call gives; what one gives whose noise nobody seeded; the bytes between stages: of a cut, and sent in a call."""
     pipeline = quiet(load_pipeline(folder, ParallelConfig(**config)))
     first = result_of(pipeline(**arguments(name)))
     split = split_of(pipeline.transformer)
     assert split is not None
-    unseeded = result_of(pipeline(**arguments(name, seed=None)))
-    return first, unseeded, sum(value.bytes for boundary in split.boundaries for value in boundary)
+    sent: list[int] = []
+    isend = dist.isend
+    dist.isend = lambda tensor, *args, **kwargs: sent.append(tensor.nbytes) or isend(tensor, *args, **kwargs)
+    try:
+        unseeded = result_of(pipeline(**arguments(name, seed=None)))
+    finally:
+        dist.isend = isend
+    return first, unseeded, sum(value.bytes for boundary in split.boundaries for value in boundary), sum(sent)
 
 
 def test_stages_that_share_tokens_give_what_one_process_gives(ranks: RankPool, folders: dict[str, Path]) -> None:
     wanted = expected(folders["wan"], "wan")
     config = dict(pipeline_parallel_size=2, ulysses_degree=2)
     found = ranks.run(4, loaded, folders["wan"], "wan", config)
-    for first, unseeded, _ in found:
+    for first, unseeded, *_ in found:
         torch.testing.assert_close(first, wanted, **TOLERANCE)
         assert torch.equal(unseeded, found[0][1])
     assert not torch.equal(found[0][1], found[0][0])
-    whole = ranks.run(2, loaded, folders["wan"], "wan", dict(pipeline_parallel_size=2))[0][2]
+    _, _, whole, sent_whole = ranks.run(2, loaded, folders["wan"], "wan", dict(pipeline_parallel_size=2))[0]
     tokens = 3 * 1 * 2 * 24 * 4  # frames, rows and columns of patches; channels of 4 bytes
-    assert [whole - crossing for _, _, crossing in found] == [tokens // 2] * 4
+    assert [whole - crossing for _, _, crossing, _ in found] == [tokens // 2] * 4
+    calls = 3 * 2  # steps, branches of guidance
+    assert sent_whole == calls * whole
+    assert [sent for *_, sent in found] == [calls * (whole - tokens // 2)] * 2 + [0] * 2
 
 
 def several(folder: Path, config: dict[str, Any]) -> list[torch.Tensor]:
