@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -32,6 +33,9 @@ NEEDS_VALUES: tuple[type[BaseException], ...] = (
     UnsupportedOperatorException,
 )
 """What a fake tensor raises when an operation would have to look at its values."""
+
+FSDP_ATTRIBUTES = (STATE_KEY, REGISTRY_KEY)
+"""Attributes that FSDP2 leaves on a module whose weights it shards."""
 
 DispatchMode = TorchDispatchMode
 """A mode that sees every operation that reaches torch's dispatcher."""

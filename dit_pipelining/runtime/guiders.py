@@ -10,10 +10,12 @@ import torch.distributed as dist
 from diffusers.guiders.guider_utils import BaseGuidance
 from diffusers.hooks import layer_skip, smoothed_energy_guidance_utils
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from dit_pipelining.capture.branch_hooks import BranchHook, ask_hooks, read_hooks
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.errors import ConfigError
+from dit_pipelining.torch_internals import FSDP_ATTRIBUTES
 
 SHELLS = "_dit_pipelining_shells"
 
@@ -97,6 +99,9 @@ def _shell(model: nn.Module) -> nn.Module:
     for module in model.modules():
         memo |= {id(vars(module)[key]): None for key in LEFT_BY_HOOKS if key in vars(module)}
         memo |= {id(value): value for value in vars(module).values() if isinstance(value, dist.ProcessGroup)}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            memo[id(module)] = _whole(module, memo)
     shell = nn.Module()
     for name, child in model.named_children():
         shell.add_module(name, copy.deepcopy(child, memo))
@@ -104,6 +109,18 @@ def _shell(model: nn.Module) -> nn.Module:
         for key in LEFT_BY_HOOKS:
             vars(module).pop(key, None)
     return shell
+
+
+def _whole(block: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy of a block whose weights are sharded, which FSDP forbids, as the block was before: of its own class."""
+    cls: Any = type(block).__bases__[1]  # the other one is FSDPModule
+    copied: nn.Module = cls.__new__(cls)
+    nn.Module.__init__(copied)
+    own = {
+        key: value for key, value in vars(block).items() if not key.endswith("_hooks") and key not in FSDP_ATTRIBUTES
+    }
+    vars(copied).update(copy.deepcopy(own, memo))
+    return copied
 
 
 @functools.cache

@@ -63,5 +63,6 @@ def test_three_dimensions_go_together_on_eight_ranks(layout: str) -> None:
         ranks.close()
 
 
-def test_a_guider_looks_at_blocks_whose_layers_are_cut(ranks: RankPool) -> None:
-    compare(ranks, "HunyuanVideo15Pipeline", "tp2")
+@pytest.mark.parametrize("layout", ["tp2", "hsdp2"])
+def test_a_guider_looks_at_blocks_whose_weights_are_cut_or_sharded(ranks: RankPool, layout: str) -> None:
+    compare(ranks, "HunyuanVideo15Pipeline", layout)
