@@ -61,12 +61,12 @@ class Channel:
 
     def send(self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> None:
         """Copy contiguous tensors to the target, on `stream`, which is the current one."""
+        if (size := slot_bytes([tensor.nbytes for tensor in tensors])) > self.capacity:
+            raise ValueError(f"a message of {size} bytes does not fit into a slot of {self.capacity} bytes")
         self.count += 1
         if self.count > SLOTS:
             wait_value(stream, self.memory.address(self.source, self.taken), self.count - SLOTS)
         offset = self._slot()
-        if (size := slot_bytes([tensor.nbytes for tensor in tensors])) > self.capacity:
-            raise ValueError(f"a message of {size} bytes does not fit into a slot of {self.capacity} bytes")
         for tensor in tensors:
             self.memory.view(self.target, offset, tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
             offset += _aligned(tensor.nbytes)

@@ -236,3 +236,14 @@ def test_the_game_notices_a_rank_that_submits_in_another_order() -> None:
             machine.rank = rank
             program(machine, Mesh(rank, 2, 1), plan, 2)
         assert machine.work_off()
+
+
+def test_a_message_that_does_not_fit_into_its_slot_is_refused() -> None:
+    machine = Machine(2)
+    memory: Any = FakeMemory(machine)
+    channel = peer_channels.Channel(memory, 0, 1, slots=0, capacity=256, arrived=512, taken=576)
+    with played(machine):
+        stream: Any = FakeStream(machine)
+        channel.send([torch.zeros(64)], stream)
+        with pytest.raises(ValueError, match="512 bytes does not fit into a slot of 256 bytes"):
+            channel.send([torch.zeros(65)], stream)
