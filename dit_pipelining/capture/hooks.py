@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from dit_pipelining.capture.step_caches import KINDS, keeps_steps
+from dit_pipelining.capture.step_caches import goes_by_steps, keeps_steps
 from dit_pipelining.errors import ConfigError
 
 CACHES = (
@@ -52,7 +52,7 @@ def refuse_hooks(model: nn.Module) -> None:
         hooks = [
             str(name)
             for name, hook in getattr(registry, "hooks", {}).items()
-            if not getattr(hook, CAPTURED, False) and not (keeps_steps(model) and isinstance(hook, KINDS))
+            if not getattr(hook, CAPTURED, False) and not (keeps_steps(model) and goes_by_steps(hook))
         ]
         if "_hf_hook" in vars(module):
             hooks.append("accelerate's offload or device_map")

@@ -42,7 +42,8 @@ class KeptFunction:
         if torch.is_grad_enabled() or -1 in versions:
             return self.function(root, *inputs)
         key = tuple(id(tensor) for tensor in inputs)
-        places = tuple(tensor.data_ptr() for tensor in weights)  # changed by `parameter.data = ...` alone
+        # What `parameter.data = ...` changes alone; casts may come by the memory that they have just given back.
+        places = tuple((tensor.data_ptr(), tensor.dtype) for tensor in weights)
         state = (versions, places, module_state(part for name in self.weights for part in parts_at(root, name)))
         known = self._kept.get(key)
         if known is None or known.state != state or not known.is_of(inputs, weights):

@@ -16,25 +16,31 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from diffusers.hooks.hooks import ModelHook
-from diffusers.hooks.taylorseer_cache import TaylorSeerCacheConfig, TaylorSeerCacheHook
 from torch import nn
 
 from dit_pipelining.capture.structure import map_tensors, tensors_in
 
-CONFIGS = (TaylorSeerCacheConfig,)
-KINDS = (TaylorSeerCacheHook,)
+CONFIGS = ("TaylorSeerCacheConfig",)
+"""Configurations of such caches, by the name that their class has in diffusers."""
+
+HOOKS = ("TaylorSeerCacheHook",)
+"""And their hooks."""
 
 
-_known: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[str, ModelHook]]]" = weakref.WeakKeyDictionary()
+_known: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[str, Any]]]" = weakref.WeakKeyDictionary()
 
 
 def keeps_steps(model: nn.Module) -> bool:
     """Whether a model has such a cache on."""
-    return isinstance(getattr(model, "_cache_config", None), CONFIGS)
+    return goes_by_steps(getattr(model, "_cache_config", None))
 
 
-def step_hooks(model: nn.Module) -> Mapping[str, ModelHook]:
+def goes_by_steps(part: Any) -> bool:
+    """Whether this is the configuration, or a hook, of such a cache."""
+    return type(part).__name__ in (*CONFIGS, *HOOKS)
+
+
+def step_hooks(model: nn.Module) -> Mapping[str, Any]:
     """The hooks of such a cache, by the name of their module; looked for once for each cache that is switched on."""
     if not keeps_steps(model):
         return {}
@@ -45,11 +51,11 @@ def step_hooks(model: nn.Module) -> Mapping[str, ModelHook]:
     return known
 
 
-def _hooks_on(model: nn.Module) -> Iterator[tuple[str, ModelHook]]:
+def _hooks_on(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         registry = vars(module).get("_diffusers_hook")
         for hook in getattr(registry, "hooks", {}).values():
-            if isinstance(hook, KINDS):
+            if goes_by_steps(hook):
                 yield name, hook
 
 

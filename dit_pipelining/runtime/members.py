@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from dit_pipelining.capture.hooks import CACHES, CASTS
-from dit_pipelining.capture.step_caches import CONFIGS
+from dit_pipelining.capture.step_caches import goes_by_steps
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.runtime.step_states import begin_states, branch_named, check_can_keep
@@ -68,7 +68,7 @@ def _refused(cls: Any, name: str, why: str) -> Callable[..., NoReturn]:
 def _cache_enabler(cls: Any, config_of: Callable[[nn.Module], ParallelConfig]) -> Callable[..., None]:
     @functools.wraps(cls.enable_cache)
     def enable(self: nn.Module, config: Any) -> None:
-        if not isinstance(config, CONFIGS):
+        if not goes_by_steps(config):
             raise ConfigError(
                 f"{cls.__name__} is split over ranks, so {type(config).__name__} is not possible: {CACHES}."
             )
