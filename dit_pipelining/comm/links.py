@@ -2,9 +2,10 @@
 
 [Note: groups]
 There is one group of two ranks for each directed link between neighbouring stages, and one group of all ranks of the line
-for the results of each replica. All ranks of the launch make them in one order. A rank posts receives of a link from one
-thread and sends of the next link from another, never both on one group: on NCCL, sends and receives of one group run one
-after the other, so a receive that waits would hold up a send that the other side waits for (seen on two GPUs: it hangs).
+for the results of each replica; where tensors take NCCL, a second one of the same ranks. All ranks of the launch make them
+in one order. Receives from one neighbour and sends to the other are never on one group: on NCCL, sends and receives of one
+group run one after the other, so a receive that waits would hold up a send that the other side waits for (seen on two GPUs:
+it hangs).
 """
 
 from collections.abc import Sequence

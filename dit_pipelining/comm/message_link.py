@@ -122,10 +122,8 @@ class Sender:
     def _post(self, header: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         self._keep(self.direction.send_header(header), header)
         for tensor in tensors:
-            if tensor.device.type == "cuda":
-                tensor.record_stream(
-                    torch.cuda.current_stream(self.device)
-                )  # a wait for the work is one of the stream only
+            if tensor.device.type == "cuda":  # a wait for the work is one of the stream only
+                tensor.record_stream(torch.cuda.current_stream(self.device))
             self._keep(self.link.send(tensor), tensor)
 
     def _keep(self, work: Any, tensor: torch.Tensor) -> None:
@@ -145,7 +143,7 @@ class _Buffer:
 
 @dataclass(frozen=True)
 class Message:
-    """What has arrived: `tensors` lie in a buffer and are valid until `Receiver.release`."""
+    """What has arrived; its tensors lie in memory that later messages use again, see `next` of the receivers."""
 
     header: torch.Tensor
     tensors: list[torch.Tensor]
