@@ -144,7 +144,7 @@ def links() -> Iterator[Finding]:
             "peer access",
             NOTE,
             f"not between GPUs {', '.join(apart)}",
-            'the transport is "nccl" then; on consumer cards whose transfers hang set NCCL_P2P_DISABLE=1',
+            'the transport is "host" then, through host memory; where NCCL hangs inside stages, set NCCL_P2P_DISABLE=1',
         )
         return
     names = {torch.cuda.get_device_name(index) for index in range(count)}
@@ -153,7 +153,7 @@ def links() -> Iterator[Finding]:
             "peer access",
             NOTE,
             f"reported between {', '.join(sorted(names))}",
-            'where a transfer hangs, though it is reported, set NCCL_P2P_DISABLE=1 and ParallelConfig(transport="nccl")',
+            'where a transfer hangs, though it is reported, use ParallelConfig(transport="host") and set NCCL_P2P_DISABLE=1',
         )
     else:
         yield Finding("peer access", GOOD, 'between all GPUs: the transport is "peer"')
