@@ -454,7 +454,7 @@ def open_stream(
         height: of the frames in pixels.
         width: of the frames in pixels.
         prompt: of all streams, or one for each.
-        options: `negative_prompt`, `seed`, `batched`, `max_sequence_length`, as `VideoStream` describes them.
+        options: `negative_prompt`, `seed`, `batched`, `max_sequence_length`, `adaptive_fps`, as `VideoStream` describes them.
 
     Raises:
         InputError, ConfigError: the pipeline cannot stream, or the sizes do not fit it; says why.
