@@ -51,7 +51,7 @@ def load_weights(
     wanted = {}
     for name in tensor_names(model, weights):
         if name in given:
-            owner, key = _owner(model, name)
+            owner, key = owner_and_key(model, name)
             tensor = getattr(owner, key)
             tensor.data = tensor.data.to(device)
         else:
@@ -67,7 +67,7 @@ def release_weights(model: nn.Module, kept: Iterable[str]) -> None:
     names = set(tensor_names(model, kept))
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if name not in names and parameter.device.type != "meta":
-            owner, key = _owner(model, name)
+            owner, key = owner_and_key(model, name)
             blank = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
             owner._parameters[key] = nn.Parameter(blank, requires_grad=parameter.requires_grad)
             if hasattr(owner, "init_8bit_state"):  # bitsandbytes' layers keep what they have quantised here, too
@@ -132,8 +132,14 @@ def tensor_names(model: nn.Module, weights: Iterable[str]) -> list[str]:
     return [name for name in state if name in chosen or name.startswith(prefixes)]
 
 
+def owner_and_key(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that has this module, parameter or buffer, and its name there."""
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key
+
+
 def _assign(model: nn.Module, name: str, tensor: torch.Tensor, torch_dtype: torch.dtype | None) -> None:
-    owner, key = _owner(model, name)
+    owner, key = owner_and_key(model, name)
     old: torch.Tensor = getattr(owner, key)
     dtype = loaded_dtype(model, name, old.dtype, torch_dtype)
     # [Note: mapped files] On the CPU the tensor is a view of the mapped file, and stays one, as in diffusers: its pages
@@ -149,7 +155,7 @@ def _assign(model: nn.Module, name: str, tensor: torch.Tensor, torch_dtype: torc
 def _move_buffers(model: nn.Module, weights: Iterable[str], device: torch.device) -> None:
     """Buffers that are not in the checkpoint were made on the CPU."""
     for name in weights:
-        owner, key = _owner(model, name)
+        owner, key = owner_and_key(model, name)
         value = getattr(owner, key)
         if isinstance(value, nn.Module):
             for module in value.modules():
@@ -159,14 +165,9 @@ def _move_buffers(model: nn.Module, weights: Iterable[str], device: torch.device
             owner._buffers[key] = value.to(device)
 
 
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, key = name.rpartition(".")
-    return model.get_submodule(path), key
-
-
 def move_to(model: nn.Module, name: str, device: torch.device) -> None:
     """Move a module, parameter or buffer of a model to a device."""
-    owner, key = _owner(model, name)
+    owner, key = owner_and_key(model, name)
     value = getattr(owner, key)
     if isinstance(value, nn.Module):
         value.to(device)

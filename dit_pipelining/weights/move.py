@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dit_pipelining.errors import ConfigError
+from dit_pipelining.weights.load import owner_and_key
 
 CACHE_LINE = 64
 PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
@@ -140,7 +141,7 @@ def _receive(
     if size:
         dist.recv(data, source, group=group)
     value = data.view(layout.dtype).as_strided(layout.shape, layout.stride, data.view(layout.dtype).storage_offset())
-    owner, key = _owner(model, name)
+    owner, key = owner_and_key(model, name)
     if device.type != "cpu":
         value = value.to(device)
     if key in owner._parameters:
@@ -151,18 +152,13 @@ def _receive(
 
 def _drop(model: nn.Module, name: str) -> None:
     """Free a parameter's memory. Buffers stay: they are small, and some glue looks at them on every rank."""
-    owner, key = _owner(model, name)
+    owner, key = owner_and_key(model, name)
     parameter = owner._parameters.get(key)
     if parameter is not None and parameter.device.type != "meta":
         owner._parameters[key] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
 
 def _tensor(model: nn.Module, name: str) -> torch.Tensor:
-    owner, key = _owner(model, name)
+    owner, key = owner_and_key(model, name)
     found: Any = getattr(owner, key)
     return found
-
-
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, key = name.rpartition(".")
-    return model.get_submodule(path), key
