@@ -9,6 +9,7 @@ from torch import nn
 from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.capture.graph import BlockGraph, CaptureCache
 from dit_pipelining.capture.signature import bind
+from dit_pipelining.cli.arguments import DEFAULT_DEVICE, DEFAULT_STEPS
 from dit_pipelining.cli.capturing import capturing
 from dit_pipelining.costs.devices import DeviceProfile, find_device
 from dit_pipelining.errors import ConfigError
@@ -25,9 +26,6 @@ from dit_pipelining.planning.work import ModelWork, model_work
 from dit_pipelining.sharding.sequence import shared_heads
 from dit_pipelining.sharding.sequence_plans import sequence_plan
 from dit_pipelining.sharding.tensor import check_tensor_parallel
-
-DEFAULT_DEVICE = "h200"
-DEFAULT_STEPS = 50
 
 
 def search_model(

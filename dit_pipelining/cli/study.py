@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dit_pipelining.api import split_model
+from dit_pipelining.cli.arguments import DEFAULT_DEVICE, DEFAULT_STEPS
 from dit_pipelining.cli.capturing import capturing
 from dit_pipelining.costs.devices import DeviceProfile, find_device
 from dit_pipelining.costs.machine import Machine, machine
@@ -28,9 +29,6 @@ from dit_pipelining.planning.recipes import Size
 from dit_pipelining.planning.weightless import build_weightless, transformer_class
 from dit_pipelining.show.picture import Alternative, Picture, Target, alternative
 from partitioners import ENVIRONMENT_VARIABLE, Component, PartitionError
-
-DEFAULT_DEVICE = "h200"
-DEFAULT_STEPS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
