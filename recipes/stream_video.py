@@ -38,10 +38,8 @@ from dit_pipelining.stream.goals import StreamGoals, load_goals
 from dit_pipelining.stream.head import Pending, Source, StreamInput
 from dit_pipelining.stream.metrics import StreamMetrics
 from dit_pipelining.stream.motion import MotionNoise
-from dit_pipelining.stream.spec import POLICIES
+from dit_pipelining.stream.spec import FRAMES_PER_LATENT, POLICIES
 from dit_pipelining.stream.tuning import tune
-
-FRAMES_PER_LATENT = 4
 
 LAYOUTS = {
     "rows": "faster on these ranks: one pipeline for both branches of guidance, without --cfg-parallel-size",

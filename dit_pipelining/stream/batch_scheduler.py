@@ -9,9 +9,7 @@ from dit_pipelining.errors import ConfigError
 from dit_pipelining.stream.levels import fewer_levels
 from dit_pipelining.stream.schedule import Row, Start, rows
 from dit_pipelining.stream.simulation import Forecast, StageCost, fit_cost, simulate
-from dit_pipelining.stream.spec import StreamSpec
-
-FRAMES_PER_LATENT = 4
+from dit_pipelining.stream.spec import FRAMES_PER_LATENT, StreamSpec
 
 GUIDANCE = ("rows", "replicas")
 """Ways of running the branches of guidance: as rows of one pipeline, or in a pipeline for each."""

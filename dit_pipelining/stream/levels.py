@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from dit_pipelining.config import check_positive
+from dit_pipelining.config_checks import check_positive
 from dit_pipelining.stream.spec import StreamSpec
 from dit_pipelining.stream.stage import StreamStage
 

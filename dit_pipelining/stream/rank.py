@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from dit_pipelining.comm.message_link import Direction, Message
 from dit_pipelining.stream.ends import AnyReceiver, AnySender, Ends, until_the_end
+from dit_pipelining.stream.executor import IDLE_SECONDS
 from dit_pipelining.stream.finishing import Finishing
 from dit_pipelining.stream.head import Levels, Source, StreamHead, Tick
 from dit_pipelining.stream.levels import change_levels
@@ -38,9 +39,6 @@ from partitioners import Partition
 
 REBALANCE_TICKS = 16
 """How often the first rank looks whether blocks had better move."""
-
-IDLE_SECONDS = 0.001
-"""How long the first stage sleeps while its sources have nothing."""
 
 SIGNS_PER_TIMEOUT = 4
 """How often an idle first rank says that it is there, within the time after which others give up."""

@@ -25,10 +25,10 @@ from dit_pipelining.stream.motion import MotionNoise
 from dit_pipelining.stream.noise import NoiseSource
 from dit_pipelining.stream.prompts import Prompts
 from dit_pipelining.stream.rank import StreamRank
-from dit_pipelining.stream.spec import StreamSpec
+from dit_pipelining.stream.spec import FRAMES_PER_LATENT, StreamSpec
 from dit_pipelining.stream.stage import StreamStage
 from dit_pipelining.stream.tail import FinishedChunk
-from dit_pipelining.stream.vae import FRAMES_PER_LATENT, StreamVAE
+from dit_pipelining.stream.vae import StreamVAE
 from dit_pipelining.stream.vae_speed import speed_up
 from partitioners import Partition
 

@@ -9,6 +9,9 @@ from dit_pipelining.errors import ConfigError
 
 POLICIES = ("level", "clean", "last")
 
+FRAMES_PER_LATENT = 4
+"""Frames that a latent stands for in Wan's VAE; the first latent of a stream stands for one. Fixed in diffusers' class."""
+
 TRAIN_TIMESTEPS = 1000
 """Timesteps of flow-matching models, Wan among them, count from 0 to 1000."""
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.signature import MADE
+from dit_pipelining.comm.message_link import Layout
 from dit_pipelining.comm.peer_channels import slot_bytes
 from dit_pipelining.errors import InputError
 from dit_pipelining.lowering.split import SplitModel
@@ -20,8 +21,6 @@ from dit_pipelining.stream.passes import Passes
 from dit_pipelining.stream.prompts import Prompts
 from dit_pipelining.stream.rotary import Table
 from dit_pipelining.stream.spec import TRAIN_TIMESTEPS, StreamSpec
-
-Layout = tuple[tuple[int, ...], torch.dtype]
 
 QUEUED_STEPS = 2
 """Micro-steps that the host gives to the GPU before the first of them is done: one runs, and the next one is ready."""

@@ -17,9 +17,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, pa
 
 from dit_pipelining.errors import InputError
 from dit_pipelining.runtime.owned import on_this_rank
-
-FRAMES_PER_LATENT = 4
-"""Frames that a latent stands for; the first latent of a stream stands for one. Fixed in diffusers' class."""
+from dit_pipelining.stream.spec import FRAMES_PER_LATENT
 
 
 class StreamVAE:

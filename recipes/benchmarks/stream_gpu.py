@@ -19,6 +19,7 @@ from dit_pipelining.stream.executor import run_in_one_process
 from dit_pipelining.stream.head import Source, StreamInput
 from dit_pipelining.stream.noise import NoiseSource
 from dit_pipelining.stream.simulation import StageCost, fit_cost
+from dit_pipelining.stream.spec import FRAMES_PER_LATENT
 from dit_pipelining.stream.stage import StreamStage
 from dit_pipelining.stream.tail import FinishedChunk
 from dit_pipelining.stream.vae import StreamVAE
@@ -26,7 +27,6 @@ from dit_pipelining.stream.vae_speed import speed_up
 
 LEVELS = (1.0, 0.9375, 0.8333, 0.625)
 CONTEXT = dict(window=2, sinks=3)
-FRAMES_PER_LATENT = 4
 MODES = ("none", "blocks", "blocks-cudagraphs")
 SIZES = {"480p": (480, 832), "512x512": (512, 512)}
 
