@@ -8,7 +8,7 @@ from itertools import product
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.stream.levels import fewer_levels
 from dit_pipelining.stream.schedule import Row, Start, rows
-from dit_pipelining.stream.simulation import Forecast, StageCost, fit_cost, simulate
+from dit_pipelining.stream.simulation import Forecast, StageCost, simulate
 from dit_pipelining.stream.spec import FRAMES_PER_LATENT, StreamSpec
 
 GUIDANCE = ("rows", "replicas")
@@ -64,13 +64,6 @@ class StreamBatchScheduler:
         self.measured = measured
         self.frames_per_latent = frames_per_latent
         self.replicas = replicas
-
-    @classmethod
-    def from_samples(
-        cls, samples: Sequence[Sequence[tuple[int, float]]], measured: StreamSpec, **more: int
-    ) -> "StreamBatchScheduler":
-        """From rows and seconds of micro-steps, by stage (`StreamStage.seconds`)."""
-        return cls([fit_cost(own) for own in samples], measured, **more)
 
     def forecast(self, spec: StreamSpec, guidance: str | None = None) -> StreamChoice:
         """What a spec would give on these stages."""
