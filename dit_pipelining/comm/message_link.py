@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from dit_pipelining.comm.cuda_streams import new_stream
 from dit_pipelining.comm.links import Link
-from dit_pipelining.comm.peer_channels import Channel
+from dit_pipelining.comm.peer_channels import Channel, aligned
 
 Layout = tuple[tuple[int, ...], torch.dtype]
 
@@ -277,7 +277,7 @@ class Receiver(Headers):
         return Message(header, tensors, arrived, buffer)
 
     def _receive(self, buffer: _Buffer, layouts: Sequence[Layout]) -> list[torch.Tensor]:
-        sizes = [_aligned(torch.Size(shape).numel() * dtype.itemsize) for shape, dtype in layouts]
+        sizes = [aligned(torch.Size(shape).numel() * dtype.itemsize) for shape, dtype in layouts]
         if buffer.done is not None:
             torch.cuda.current_stream(self.device).wait_event(buffer.done)
         if sum(sizes) > buffer.memory.numel():
@@ -291,7 +291,3 @@ class Receiver(Headers):
         for work in works:
             work.wait()
         return tensors
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 256) * 256

@@ -24,7 +24,7 @@ SLOTS = 2
 """Messages of a channel that may lie at the target: one in use, one arriving."""
 
 ALIGNMENT = 256
-"""Of tensors in a slot, in bytes: what kernels for aligned data ask for."""
+"""Of the tensors of a message, in bytes: what kernels for aligned data ask for."""
 
 COUNTER_BYTES = 64
 
@@ -32,9 +32,14 @@ RELEASED = 1 << 30
 """Added to a counter that nobody will count up any more, so that waits for it end."""
 
 
+def aligned(size: int) -> int:
+    """Bytes up to where the next tensor may start."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 def slot_bytes(sizes: Sequence[int]) -> int:
     """Bytes of a slot that holds tensors of these sizes in bytes."""
-    return sum(_aligned(size) for size in sizes)
+    return sum(aligned(size) for size in sizes)
 
 
 @dataclass
@@ -69,7 +74,7 @@ class Channel:
         offset = self._slot()
         for tensor in tensors:
             self.memory.view(self.target, offset, tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
-            offset += _aligned(tensor.nbytes)
+            offset += aligned(tensor.nbytes)
         write_value(stream, self.memory.address(self.target, self.arrived), self.count)
 
     def receive(
@@ -85,7 +90,7 @@ class Channel:
         offset, tensors = self._slot(), []
         for shape, dtype in layouts:
             tensors.append(self.memory.view(self.target, offset, shape, dtype))
-            offset += _aligned(tensors[-1].nbytes)
+            offset += aligned(tensors[-1].nbytes)
         return tensors
 
     def release(self, stream: torch.cuda.Stream) -> None:
@@ -127,7 +132,7 @@ class PeerChannels:
         # Made now: when it is needed, another thread waits for the GPU, and the driver may make no streams meanwhile.
         self._releasing = new_stream(device, priority=-1)
         self._context = current_context()
-        counters = _aligned(len(regions) * (1 + size) * COUNTER_BYTES)
+        counters = aligned(len(regions) * (1 + size) * COUNTER_BYTES)
         self.memory = PeerMemory(counters + SLOTS * sum(own.capacity for own in regions.values()), group, device)
         self._channels: dict[tuple[str, int, int], Channel] = {}
         slots, first = counters, 0
@@ -151,7 +156,3 @@ class PeerChannels:
         for channel in self._channels.values():
             counter = channel.arrived if channel.target == self.rank else channel.taken
             write_value(self._releasing, self.memory.address(self.rank, counter), channel.count + RELEASED)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
