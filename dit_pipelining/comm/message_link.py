@@ -12,7 +12,6 @@ give to its GPU, which waits for the tensors itself (peer_messages.py).
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from dit_pipelining.comm.cuda_streams import new_stream
 from dit_pipelining.comm.links import Link
 from dit_pipelining.comm.peer_channels import Channel, aligned
+from dit_pipelining.comm.sends import SECONDS_TO_LEAVE, Sends
 
 Layout = tuple[tuple[int, ...], torch.dtype]
 
@@ -32,11 +32,6 @@ Layouts = Callable[[torch.Tensor], Sequence[Layout]]
 
 BUFFERS = 2
 """Messages a receiver holds: one in use, one arriving."""
-
-SENDS_IN_FLIGHT = 8
-
-SECONDS_TO_LEAVE = 60.0
-"""How long a rank that leaves waits for its last messages to be taken."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,7 @@ class Sender:
         self.link = link
         self.device = device
         self.error: BaseException | None = None
-        self._unfinished: deque[tuple[Any, Any]] = deque()
+        self._sends = Sends()
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if device.type == "cuda":  # the host has to wait for the tensors, and the caller shall not
@@ -105,8 +100,7 @@ class Sender:
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(SECONDS_TO_LEAVE)
-        while self._unfinished and self.error is None:
-            self._unfinished.popleft()[0].wait()
+        self._sends.finish(lambda: self.error is not None)
 
     def _work(self) -> None:
         try:
@@ -120,16 +114,11 @@ class Sender:
             self.error = error
 
     def _post(self, header: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        self._keep(self.direction.send_header(header), header)
+        self._sends.keep(self.direction.send_header(header), header)
         for tensor in tensors:
             if tensor.device.type == "cuda":  # a wait for the work is one of the stream only
                 tensor.record_stream(torch.cuda.current_stream(self.device))
-            self._keep(self.link.send(tensor), tensor)
-
-    def _keep(self, work: Any, tensor: torch.Tensor) -> None:
-        self._unfinished.append((work, tensor))
-        while len(self._unfinished) > SENDS_IN_FLIGHT:
-            self._unfinished.popleft()[0].wait()
+            self._sends.keep(self.link.send(tensor), tensor)
 
 
 @dataclass

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from dit_pipelining.comm.cuda_streams import new_stream
-from dit_pipelining.comm.message_link import SENDS_IN_FLIGHT, Direction, Headers, Layouts, Message
+from dit_pipelining.comm.message_link import Direction, Headers, Layouts, Message
 from dit_pipelining.comm.peer_channels import Channel
+from dit_pipelining.comm.sends import Sends
 
 
 class PeerSender:
@@ -29,7 +30,7 @@ class PeerSender:
         self.channel = channel
         self.device = device
         self._stream = new_stream(device, priority=-1)
-        self._headers: deque[tuple[Any, torch.Tensor]] = deque()
+        self._headers = Sends()
         self._copied: deque[tuple[Any, list[torch.Tensor]]] = deque()
 
     def send(self, header: torch.Tensor, tensors: Sequence[torch.Tensor] = ()) -> None:
@@ -42,14 +43,11 @@ class PeerSender:
             self._copied.append((self._stream.record_event(), sent))
         while self._copied and self._copied[0][0].query():
             self._copied.popleft()
-        self._headers.append((self.direction.send_header(header), header))
-        while len(self._headers) > SENDS_IN_FLIGHT:
-            self._headers.popleft()[0].wait()
+        self._headers.keep(self.direction.send_header(header), header)
 
     def close(self) -> None:
         """Wait until everything is sent."""
-        while self._headers:
-            self._headers.popleft()[0].wait()
+        self._headers.finish()
         while self._copied:
             self._copied.popleft()[0].synchronize()
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from dit_pipelining.capture.graph import value_bytes
+from dit_pipelining.comm.sends import SENDS_IN_FLIGHT
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.planning.components import Components
 from dit_pipelining.planning.timeline import Workload
-from dit_pipelining.runtime.worker import SENDS_IN_FLIGHT
 
 RECEIVES_AT_A_TIME = 2
 """Of the rolling schedule: those of the call that runs, and those of the next one."""

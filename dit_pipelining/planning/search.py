@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from dit_pipelining.comm.sends import SENDS_IN_FLIGHT
 from dit_pipelining.costs.collectives import hsdp_seconds, ring_seconds, tensor_seconds, ulysses_seconds
 from dit_pipelining.costs.devices import DeviceProfile, Link
 from dit_pipelining.costs.sharded import held_when_sharded
@@ -25,7 +26,6 @@ from dit_pipelining.planning.degrees import Degrees, every_way, problem_of
 from dit_pipelining.planning.simulation import simulate
 from dit_pipelining.planning.timeline import Workload
 from dit_pipelining.planning.work import BlockWork, ModelWork
-from dit_pipelining.runtime.worker import SENDS_IN_FLIGHT
 from dit_pipelining.sharding.tile_ranks import tile_ranks
 from partitioners import BlockCost, DoesNotFitError, ModelCosts, RankSpec, balanced
 

@@ -21,8 +21,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from dit_pipelining.comm.sends import SENDS_IN_FLIGHT
 from dit_pipelining.planning.timeline import Span, Timeline, Transfer, Workload
-from dit_pipelining.runtime.worker import SENDS_IN_FLIGHT
 
 
 def simulate(workload: Workload) -> Timeline:

@@ -10,7 +10,6 @@ exist at a time.
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -19,13 +18,8 @@ from typing import Any
 import torch
 
 from dit_pipelining.comm.links import ReplicaLinks, Work
+from dit_pipelining.comm.sends import SECONDS_TO_LEAVE, Sends
 from dit_pipelining.runtime.calls import StageCall, StageFailedError, calling_context
-
-SENDS_IN_FLIGHT = 8
-"""Sends that may be unfinished: gloo keeps a sent tensor until its work is waited for, and polling it leaks."""
-
-SECONDS_TO_LEAVE = 60.0
-"""How long a rank that leaves waits for its last transfers: another rank may have failed and never take them."""
 
 
 @dataclass(eq=False)
@@ -75,7 +69,7 @@ class StageWorker:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.error: BaseException | None = None
         self._jobs: queue.SimpleQueue[StageCall | Callable[[], None] | None] = queue.SimpleQueue()
-        self._sends: deque[tuple[Work, torch.Tensor]] = deque()
+        self._sends = Sends()
         self._ran: threading.Event | None = None
         self._thread = threading.Thread(target=self._work, name="stage", daemon=True)
         self._thread.start()
@@ -164,8 +158,7 @@ class StageWorker:
                 job = following = None  # while this waits, it keeps neither a call nor its model alive
                 job = self._jobs.get()
             self._tell_done()
-            while self._sends and self.error is None:
-                self._sends.popleft()[0].wait()
+            self._sends.finish(lambda: self.error is not None)
 
     def _tell_done(self) -> None:
         """Let go of the call that has run last, and wake the one that waits for it."""
@@ -219,9 +212,8 @@ class StageWorker:
             self._keep(links.send(index, outputs), outputs)
 
     def _keep(self, works: Sequence[Work], tensors: Sequence[torch.Tensor]) -> None:
-        self._sends.extend(zip(works, tensors, strict=True))
-        while len(self._sends) > SENDS_IN_FLIGHT:
-            self._sends.popleft()[0].wait()
+        for work, tensor in zip(works, tensors, strict=True):
+            self._sends.keep(work, tensor)
 
     def _fail(self, progress: _Progress, error: BaseException) -> None:
         progress.error = error

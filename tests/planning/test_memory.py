@@ -4,10 +4,10 @@ import pytest
 
 from dit_pipelining.api import split_model
 from dit_pipelining.capture.graph import value_bytes
+from dit_pipelining.comm.sends import SENDS_IN_FLIGHT
 from dit_pipelining.planning.components import Components
 from dit_pipelining.planning.memory import rank_memory
 from dit_pipelining.planning.timeline import Workload
-from dit_pipelining.runtime.worker import SENDS_IN_FLIGHT
 from tests.zoo import CASES
 from tests.zoo.case import build_inputs, build_model
 
