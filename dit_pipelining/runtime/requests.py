@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 from diffusers import ConfigMixin, ModularPipeline
@@ -14,6 +14,7 @@ from torch import nn
 from dit_pipelining.comm.gathering import gather_results
 from dit_pipelining.errors import InputError
 from dit_pipelining.runtime.attach import rolling_of
+from dit_pipelining.runtime.bars import Advance, Bars
 from dit_pipelining.runtime.rolling import Rolling
 
 OnOutput = Callable[[int, Any], Any]
@@ -65,7 +66,7 @@ def _run(
             request_call(
                 pipeline,
                 requests[index],
-                _Bars(display, f"request {index}"),
+                _bars(display, f"request {index}"),
                 functools.partial(on_output, index) if on_output else None,
             )
             for index in own
@@ -122,37 +123,15 @@ def _give_bars(blocks: ModularPipelineBlocks, progress_bar: Callable[..., Any]) 
         blocks.__dict__["progress_bar"] = progress_bar
 
 
-class _Bars:
-    """Stands in for `pipeline.progress_bar`: one bar per request in a common display."""
+def _bars(display: Progress | None, title: str) -> Bars:
+    """Of a request, in a common display."""
 
-    def __init__(self, display: Progress | None, title: str) -> None:
-        self.display = display
-        self.title = title
+    def begin(total: int | None) -> Advance:
+        if display is None:
+            return lambda steps: None
+        return functools.partial(display.advance, display.add_task(title, total=total))
 
-    def __call__(self, iterable: Any = None, total: int | None = None) -> Any:
-        bar = _Bar(self.display, self.title, len(iterable) if iterable is not None else total)
-        return bar if iterable is None else bar.over(iterable)
-
-
-class _Bar(AbstractContextManager["_Bar"]):
-    def __init__(self, display: Progress | None, title: str, total: int | None) -> None:
-        self.display = display
-        self.task = display.add_task(title, total=total) if display is not None else None
-
-    def update(self, steps: int = 1) -> None:
-        if self.display is not None and self.task is not None:
-            self.display.advance(self.task, steps)
-
-    def over(self, iterable: Any) -> Any:
-        for item in iterable:
-            yield item
-            self.update()
-
-    def set_postfix(self, *args: Any, **kwargs: Any) -> None:
-        """As tqdm's; the common display has no room for it."""
-
-    def __exit__(self, *error: object) -> None:
-        return None
+    return Bars(begin)
 
 
 def _display(requests: int) -> Progress:

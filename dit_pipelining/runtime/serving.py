@@ -8,11 +8,10 @@ denoising step of all requests in flight. While there are none, rank 0 waits at 
 second.
 """
 
-import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dit_pipelining.errors import ConfigError, InputError
+from dit_pipelining.runtime.bars import Advance, Bars
 from dit_pipelining.runtime.requests import request_call
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.runtime.turns import Request, RequestCancelledError
@@ -197,7 +197,7 @@ class RequestQueue:
             except queue.Empty:
                 continue
             if self._starts(own):
-                self._call(own.index, own.arguments, _StepBars(own.on_step))()
+                self._call(own.index, own.arguments, _step_bars(own.on_step))()
                 self._finish(self._ended.pop())
 
     def _door(self) -> None:
@@ -218,7 +218,7 @@ class RequestQueue:
 
     def _let_in(self, rolling: Rolling, index: int, arguments: Mapping[str, Any]) -> None:
         own = self._submissions.get(index)
-        bars = _StepBars(own.on_step if own is not None else None)
+        bars = _step_bars(own.on_step if own is not None else None)
         self._running[index] = rolling.turns.join(index, rolling.on_own_stream(self._call(index, arguments, bars)))
 
     def _exchange(self, callers: dist.ProcessGroup) -> _News:
@@ -263,7 +263,7 @@ class RequestQueue:
             return False
         return True
 
-    def _call(self, index: int, arguments: Mapping[str, Any], bars: "_StepBars") -> Callable[[], None]:
+    def _call(self, index: int, arguments: Mapping[str, Any], bars: Bars) -> Callable[[], None]:
         """A request's thread: an error it raises ends it alone, if it raises the same on every rank."""
         run = request_call(self._pipeline, arguments, bars)
 
@@ -295,35 +295,18 @@ class RequestQueue:
             own.future.set_result(output)
 
 
-class _StepBars:
-    """Stands in for `pipeline.progress_bar`: tells a function of each step."""
+def _step_bars(on_step: OnStep | None) -> Bars:
+    """Tell a function how many steps of the bar are done."""
 
-    def __init__(self, on_step: OnStep | None) -> None:
-        self.on_step = on_step
+    def begin(total: int | None) -> Advance:
+        done = 0
 
-    def __call__(self, iterable: Any = None, total: int | None = None) -> Any:
-        bar = _StepBar(self.on_step, len(iterable) if iterable is not None else total)
-        return bar if iterable is None else bar.over(iterable)
+        def advance(steps: int) -> None:
+            nonlocal done
+            done += steps
+            if on_step is not None:
+                on_step(done, total)
 
+        return advance
 
-class _StepBar(contextlib.AbstractContextManager["_StepBar"]):
-    def __init__(self, on_step: OnStep | None, total: int | None) -> None:
-        self.on_step = on_step
-        self.total = total
-        self.done = 0
-
-    def update(self, steps: int = 1) -> None:
-        self.done += steps
-        if self.on_step is not None:
-            self.on_step(self.done, self.total)
-
-    def over(self, iterable: Any) -> Iterator[Any]:
-        for item in iterable:
-            yield item
-            self.update()
-
-    def set_postfix(self, *args: Any, **kwargs: Any) -> None:
-        """As tqdm's; there is no room for it."""
-
-    def __exit__(self, *error: object) -> None:
-        return None
+    return Bars(begin)
