@@ -139,9 +139,8 @@ class Tracer(TorchFunctionMode):
         self.names: dict[int, str] = {}
         self.originals: dict[str, torch.Tensor] = {}
         self.copied = copied
-        self.nodes: dict[
-            int, tuple[Any, fx.Node]
-        ] = {}  # id -> (the value, kept alive so that its id stays its own; node)
+        # By id; the value is kept alive, so that its id stays its own.
+        self.nodes: dict[int, tuple[Any, fx.Node]] = {}
         self.object_states: dict[int, Any] = {}
         self.object_tensors: dict[str, tuple[ObjectTensor, ...]] = {}
         self.values = Values(self)

@@ -16,10 +16,10 @@ import torch
 WAIT_GREATER_OR_EQUAL = 0
 """CU_STREAM_WAIT_VALUE_GEQ: cyclic, `(int32) (memory - value) >= 0`, so a counter may wrap around."""
 
-Item = TypeVar("Item")
-
 NON_BLOCKING = 1
 """CU_STREAM_NON_BLOCKING: does not wait for the default stream."""
+
+Item = TypeVar("Item")
 
 
 def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:

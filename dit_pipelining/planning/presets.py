@@ -1,6 +1,6 @@
 """Presets: what is known about published models, so that a split can be planned without downloading anything.
 
-One JSON file per model lies beside this file. Numbers that a model card states are marked as published; everything
+One JSON file per model lies in the folder `presets`. Numbers that a model card states are marked as published; everything
 else was computed from the class, or recorded from the diffusers pipeline at its default size.
 """
 

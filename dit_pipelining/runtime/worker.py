@@ -188,11 +188,8 @@ class StageWorker:
             if progress.ready is not None:
                 torch.cuda.current_stream(self.device).wait_event(progress.ready)
             call.check_inputs_unchanged()
-            with progress.context():
-                outputs = call.run(progress.buffers)
-                self._pass_on(
-                    call, outputs
-                )  # in the caller's inference mode its buffers are written to in that mode only
+            with progress.context():  # in the caller's inference mode its buffers are written to in that mode only
+                self._pass_on(call, call.run(progress.buffers))
             if self.stream is not None:
                 progress.finished = self.stream.record_event()
         except BaseException as error:
