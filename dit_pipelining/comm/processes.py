@@ -10,6 +10,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from dit_pipelining.config_checks import check_positive
 from dit_pipelining.errors import ConfigError, RemoteRankError
 
 
@@ -30,11 +31,10 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int, start_method: s
         what the function returned on each rank.
 
     Raises:
-        ConfigError: this process is a rank already, or the function cannot be started this way.
+        ConfigError: `nproc` is no positive integer, this process is a rank already, or the function cannot be started this way.
         RemoteRankError: a rank failed; with its message and traceback.
     """
-    if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
-        raise ConfigError(f"nproc={nproc!r}: expected the number of processes to start, at least 1.")
+    check_positive("nproc", nproc)
     if torch.distributed.is_initialized():
         raise ConfigError(
             "launch was called by a process that is a rank of a launch already; call the function itself."

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from dit_pipelining.config_checks import check_positive
 from dit_pipelining.errors import ConfigError, WorldSizeError
 from dit_pipelining.mixins.group_coordinator import GroupCoordinator, local_device
 
@@ -117,8 +118,7 @@ def initialize_model_parallel(
         "tensor_parallel_size": tensor_parallel_size,
     }
     for name, degree in (degrees | others).items():
-        if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
-            raise ConfigError(f"{name} is {degree!r}; give an integer of 1 or more")
+        check_positive(name, degree)
     for name, degree in others.items():
         if degree != 1:
             raise ConfigError(
