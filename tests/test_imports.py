@@ -28,6 +28,12 @@ def test_dit_pipelining_loads_nothing_by_itself() -> None:
     assert not {"torch", "numpy", "diffusers", "transformers"} & loaded
 
 
+def test_the_package_has_the_names_of_its_front_door() -> None:
+    from dit_pipelining import PUBLIC, api
+
+    assert list(PUBLIC) == api.__all__
+
+
 def test_capture_and_lowering_know_nothing_of_diffusers() -> None:
     loaded = modules_after("from dit_pipelining.lowering.split import SplitModel")
     assert "torch" in loaded
