@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dit_pipelining.api import ParallelConfig, parallelize
+from dit_pipelining.weights.pipelines import is_transformer
 from tests.distributed import RankPool
 from tests.pipelines import CASES
 from tests.pipelines.case import build_pipeline, call_pipeline
@@ -66,3 +67,34 @@ def test_three_dimensions_go_together_on_eight_ranks(layout: str) -> None:
 @pytest.mark.parametrize("layout", ["tp2", "hsdp2"])
 def test_a_guider_looks_at_blocks_whose_weights_are_cut_or_sharded(ranks: RankPool, layout: str) -> None:
     compare(ranks, "HunyuanVideo15Pipeline", layout)
+
+
+def with_shards(names: tuple[str, ...]) -> dict[str, float]:
+    """By class of transformer: the largest error of the first of these pipelines that has it, relative to the largest value."""
+    errors: dict[str, float] = {}
+    for name in names:
+        pipeline = build_pipeline(CASES[name])
+        classes = {
+            type(part).__name__
+            for part in pipeline.components.values()
+            if part is not None and is_transformer(type(part))
+        }
+        if classes <= errors.keys():
+            continue
+        wanted = call_pipeline(CASES[name], build_pipeline(CASES[name]))
+        found = call_pipeline(CASES[name], parallelize(pipeline, ParallelConfig(**LAYOUTS["hsdp2"])))
+        error = max(
+            ((own.double() - other.double()).abs().max() / other.double().abs().max().clamp(min=1e-3)).item()
+            for own, other in zip(found, wanted, strict=True)
+            if other.is_floating_point()
+        )
+        errors |= dict.fromkeys(classes - errors.keys(), error)
+    return errors
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(8))
+def test_every_class_can_be_sharded(ranks: RankPool, part: int) -> None:
+    for errors in ranks.run(2, with_shards, tuple(CASES)[part::8]):
+        assert errors
+        assert not {name: error for name, error in errors.items() if not error < 1e-4}

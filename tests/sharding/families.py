@@ -120,3 +120,9 @@ OTHERS: Mapping[str, str] = {
     "Wan-Animate 2": "WanAnimate2Transformer3D",
 }
 """The other classes, by name in the table: a case of the zoo."""
+
+WITHOUT_PIPELINE = frozenset(
+    {"ConsisID", "DreamLite", "FLUX.3", "Kandinsky 6 SR", "MiniMax-H3", "MiniMax-Music 3", "OmniGen", "RFD4", "T5 FiLM"}
+    | {"Transformer2D", "TransformerTemporal", "Wan-Animate 2", "its decoder"}
+)
+"""Those that no pipeline of `tests/pipelines` has, so that none is run with shards of its weights."""
