@@ -25,9 +25,9 @@ from dit_pipelining.comm.links import Link
 from dit_pipelining.comm.peer_channels import Channel, aligned
 from dit_pipelining.comm.sends import SECONDS_TO_LEAVE, Sends
 
-Layout = tuple[tuple[int, ...], torch.dtype]
+ShapeAndDtype = tuple[tuple[int, ...], torch.dtype]
 
-Layouts = Callable[[torch.Tensor], Sequence[Layout]]
+Announced = Callable[[torch.Tensor], Sequence[ShapeAndDtype]]
 """The tensors that a header announces."""
 
 BUFFERS = 2
@@ -64,7 +64,7 @@ class Direction:
         return header
 
 
-class Sender:
+class GroupSender:
     """The end of a direction over a process group that messages are sent from.
 
     Args:
@@ -208,7 +208,7 @@ class Headers:
         return Message(header, [])
 
 
-class Receiver(Headers):
+class GroupReceiver(Headers):
     """The end of a direction over a process group where messages arrive.
 
     Args:
@@ -227,7 +227,7 @@ class Receiver(Headers):
         link: Link,
         device: torch.device,
         length: int,
-        layouts: Layouts,
+        layouts: Announced,
         is_last: Callable[[torch.Tensor], bool],
         seconds: float,
     ) -> None:
@@ -265,7 +265,7 @@ class Receiver(Headers):
             arrived = self._stream.record_event() if self._stream is not None else None
         return Message(header, tensors, arrived, buffer)
 
-    def _receive(self, buffer: _Buffer, layouts: Sequence[Layout]) -> list[torch.Tensor]:
+    def _receive(self, buffer: _Buffer, layouts: Sequence[ShapeAndDtype]) -> list[torch.Tensor]:
         sizes = [aligned(torch.Size(shape).numel() * dtype.itemsize) for shape, dtype in layouts]
         if buffer.done is not None:
             torch.cuda.current_stream(self.device).wait_event(buffer.done)

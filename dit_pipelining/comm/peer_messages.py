@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dit_pipelining.comm.cuda_streams import new_stream
-from dit_pipelining.comm.message_link import Direction, Headers, Layouts, Message
+from dit_pipelining.comm.message_link import Announced, Direction, Headers, Message
 from dit_pipelining.comm.peer_channels import Channel
 from dit_pipelining.comm.sends import Sends
 
@@ -71,7 +71,7 @@ class PeerReceiver(Headers):
         channel: Channel,
         device: torch.device,
         length: int,
-        layouts: Layouts,
+        layouts: Announced,
         is_last: Callable[[torch.Tensor], bool],
         seconds: float,
     ) -> None:

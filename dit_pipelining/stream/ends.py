@@ -2,7 +2,7 @@
 
 import torch
 
-from dit_pipelining.comm.message_link import Direction, Receiver, Sender
+from dit_pipelining.comm.message_link import Direction, GroupReceiver, GroupSender
 from dit_pipelining.comm.peer_channels import Channel
 from dit_pipelining.comm.peer_messages import PeerReceiver, PeerSender
 from dit_pipelining.stream.layouts import Layouts
@@ -11,8 +11,8 @@ from dit_pipelining.stream.micro_step import Header, Kind, decode, encode
 from dit_pipelining.stream.noise import NoiseSource
 from dit_pipelining.stream.stage import StreamStage
 
-AnySender = Sender | PeerSender
-AnyReceiver = Receiver | PeerReceiver
+AnySender = GroupSender | PeerSender
+AnyReceiver = GroupReceiver | PeerReceiver
 
 
 class Ends:
@@ -46,7 +46,7 @@ class Ends:
         if isinstance(data, Channel):
             self._senders.append(PeerSender(direction, data, device))
         else:
-            self._senders.append(Sender(direction, data, device))
+            self._senders.append(GroupSender(direction, data, device))
         return self._senders[-1]
 
     def receiver(self, direction: Direction) -> AnyReceiver:
@@ -65,7 +65,7 @@ class Ends:
         if isinstance(data, Channel):
             self._receivers.append(PeerReceiver(direction, data, device, *rest))
         else:
-            self._receivers.append(Receiver(direction, data, device, *rest))
+            self._receivers.append(GroupReceiver(direction, data, device, *rest))
         return self._receivers[-1]
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.signature import MADE
-from dit_pipelining.comm.message_link import Layout
+from dit_pipelining.comm.message_link import ShapeAndDtype
 from dit_pipelining.comm.peer_channels import slot_bytes
 from dit_pipelining.errors import InputError
 from dit_pipelining.lowering.split import SplitModel
@@ -98,7 +98,7 @@ class StreamStage:
         start, end = self.split.partition.ranges[index]
         return [str(node.target) for node in self.split.graph.blocks[start:end]]
 
-    def received(self, count: int) -> list[Layout]:
+    def received(self, count: int) -> list[ShapeAndDtype]:
         """Shapes and dtypes of the tensors that come from the stage before, for `count` rows."""
         parts = [count] if self.batched else [1] * count
         return [(v.wire_shape, v.dtype) for part in parts for v in self.module.received(self._graphs[part])]
