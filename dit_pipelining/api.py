@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dit_pipelining.capture.blocks import find_blocks
+from dit_pipelining.capture.casting import refuse_cutting_casts
 from dit_pipelining.capture.graph import CaptureCache
 from dit_pipelining.capture.hooks import refuse_hooks
 from dit_pipelining.capture.signature import bind
@@ -343,6 +344,8 @@ def _check_splits(config: ParallelConfig, models: Mapping[str, nn.Module]) -> No
         "rebalance": config.rebalance,
     }
     refuse_cutting_quantised(models, [name for name, is_asked in cuts.items() if is_asked])
+    touches = {**cuts, "compile": config.compile is not None}
+    refuse_cutting_casts(models, [name for name, is_asked in touches.items() if is_asked])
     for model in models.values():
         refuse_hooks(model)
         if keeps_steps(model):

@@ -13,6 +13,7 @@ from torch import fx, nn
 from dit_pipelining.capture import replay
 from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.capture.branch_hooks import BranchHook, asked_hooks, hooked
+from dit_pipelining.capture.casting import cast_for_calls
 from dit_pipelining.capture.chain import main_chain
 from dit_pipelining.capture.code import compile_nodes
 from dit_pipelining.capture.hooks import refuse_hooks
@@ -196,7 +197,7 @@ def capture(
     forward = forward or model.forward
     main_input = first_argument(forward)
     hooks = asked_hooks(model)
-    with without_step_hooks(model), hooked(model, hooks):
+    with without_step_hooks(model), cast_for_calls(model), hooked(model, hooks):
         tracer = trace(model, forward, names, inputs, main_input, count_work)
     questions = _questions(tracer)
     live = _live_nodes(tracer.graph, tracer.output)

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from dit_pipelining.capture.casting import HARMLESS
 from dit_pipelining.capture.step_caches import goes_by_steps, keeps_steps
 from dit_pipelining.errors import ConfigError
 
@@ -9,10 +10,6 @@ CACHES = (
     "what it skips is known from the first block's result, it gives the first block what the last one made, or it asks the "
     "pipeline for the step when a block runs; the blocks are on several ranks, and several calls are on their way at a time. "
     "Use TaylorSeerCacheConfig, whose modules decide by themselves, or call disable_cache() before the model is split"
-)
-CASTS = (
-    "the model is recorded on tensors without data, which such a hook would cast. Leave layerwise casting out: give "
-    "`torch_dtype=` to load_pipeline; more stages need less memory each"
 )
 OFFLOADS = (
     "each rank holds its own stage, on its own device, and nothing is moved during a call. Leave offloading and "
@@ -27,8 +24,6 @@ TOKENS = (
 REASONS = {
     "cp_input": TOKENS,
     "cp_output": TOKENS,
-    "layerwise_casting": CASTS,
-    "peft_autocast": CASTS,
     "offload": OFFLOADS,
     "cache": CACHES,
     "fbc_": CACHES,
@@ -52,7 +47,8 @@ def refuse_hooks(model: nn.Module) -> None:
         hooks = [
             str(name)
             for name, hook in getattr(registry, "hooks", {}).items()
-            if not getattr(hook, CAPTURED, False) and not (keeps_steps(model) and goes_by_steps(hook))
+            if not (getattr(hook, CAPTURED, False) or type(hook).__name__ in HARMLESS)
+            and not (keeps_steps(model) and goes_by_steps(hook))
         ]
         if "_hf_hook" in vars(module):
             hooks.append("accelerate's offload or device_map")

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from dit_pipelining.capture.hooks import CACHES, CASTS
+from dit_pipelining.capture.hooks import CACHES
 from dit_pipelining.capture.step_caches import goes_by_steps
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.errors import ConfigError
@@ -14,13 +14,12 @@ from dit_pipelining.runtime.step_states import begin_states, branch_named, check
 from dit_pipelining.weights.given import stand_ins
 
 REFUSED = {
-    "enable_layerwise_casting": CASTS,
     "enable_parallelism": "it is split by stages already. Choose the degrees in ParallelConfig",
     "compile": "the forward runs on several ranks. Give ParallelConfig(compile='blocks')",
 }
 """Methods that a split transformer cannot follow, and why; see also `owned.REFUSED`, which holds for all components."""
 
-NEED_WEIGHTS = ("add_adapter", "fuse_lora", "fuse_qkv_projections")
+NEED_WEIGHTS = ("add_adapter", "enable_layerwise_casting", "fuse_lora", "fuse_qkv_projections")
 """Methods that read or write the weights, which a rank has from the pipeline's first call on."""
 
 
@@ -52,6 +51,8 @@ def members(
             "cache_context": branch_named,
             "_reset_stateful_cache": lambda model, recurse=True: begin_states(),
         }
+    if "enable_layerwise_casting" in found:
+        found["enable_layerwise_casting"] = _caster(found["enable_layerwise_casting"], config_of)
     for name in CHANGE_WEIGHTS:
         if name in found:
             found[name] = _of_whole_weights(cls, name, found[name], holds_parts)
@@ -76,6 +77,20 @@ def _cache_enabler(cls: Any, config_of: Callable[[nn.Module], ParallelConfig]) -
         cls.enable_cache(self, config)
 
     return enable
+
+
+def _caster(method: Callable[..., Any], config_of: Callable[[nn.Module], ParallelConfig]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        config = config_of(self)
+        if config.compile is not None or config.rebalance:
+            raise ConfigError(
+                "enable_layerwise_casting works with layers that are neither compiled nor moved: leave `compile` and "
+                "`rebalance` out of ParallelConfig."
+            )
+        return method(self, *args, **kwargs)
+
+    return call
 
 
 def _later(cls: Any, name: str, awaits_weights: Callable[[nn.Module], bool]) -> Callable[..., Any]:

@@ -140,6 +140,42 @@ def test_stages_of_a_quantised_transformer_give_the_bits_of_the_whole_and_hold_t
         assert max(first, second) < size <= first + second < 1.2 * size  # a few glue layers are on both
 
 
+def cast_session(plain: Path, layout: str | None) -> dict[str, torch.Tensor]:
+    """Images with layers that cast their weights, from before the split, and from between two calls."""
+    casting = dict(storage_dtype=torch.float8_e4m3fn, compute_dtype=DTYPE)
+    config = ParallelConfig(**LAYOUTS[layout]) if layout else None
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(plain, dtype=DTYPE)
+    pipeline.transformer.enable_layerwise_casting(**casting)
+    seen = {"before the split": paint(pipeline if config is None else parallelize(pipeline, config))}
+    if config is None:
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(plain, dtype=DTYPE)
+    else:
+        pipeline = load_pipeline(plain, config, dtype=DTYPE)
+    embeds, pooled, _ = pipeline.encode_prompt("a red cat", "a red cat", max_sequence_length=16)
+    prompt = dict(prompt_embeds=embeds, pooled_prompt_embeds=pooled)
+    seen["uncast"] = paint_prompt(pipeline, prompt)
+    pipeline.transformer.enable_layerwise_casting(**casting)
+    seen["same prompt"] = paint_prompt(pipeline, prompt)
+    seen["larger"] = paint(pipeline, height=16)
+    return seen
+
+
+def paint_prompt(pipeline: Any, prompt: dict[str, torch.Tensor]) -> torch.Tensor:
+    """By embeddings, which stay the same tensors from call to call."""
+    pipeline.set_progress_bar_config(disable=True)
+    options: dict[str, Any] = dict(height=8, width=8, num_inference_steps=2, output_type="latent")
+    images: torch.Tensor = pipeline(**prompt, **options, generator=torch.Generator().manual_seed(7)).images
+    return images
+
+
+@pytest.mark.parametrize("layout", ["pp2", pytest.param("pp2-cfg2", marks=pytest.mark.full)])
+def test_layers_that_cast_their_weights_do_so_on_each_rank(ranks: RankPool, plain: Path, layout: str) -> None:
+    [expected] = ranks.run(1, cast_session, plain, None)
+    assert not torch.equal(expected["uncast"], expected["same prompt"])
+    for results in ranks.run(4 if layout == "pp2-cfg2" else 2, cast_session, plain, layout):
+        assert [name for name, image in expected.items() if not torch.equal(results[name], image)] == []
+
+
 # ---- what cannot be --------------------------------------------------------------------------------------------------
 
 
@@ -163,6 +199,13 @@ def test_what_would_cut_or_move_quantised_weights_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"{option}: the weights of 'transformer'.*quantised"):
         load_pipeline(stored, ParallelConfig(**config), dtype=DTYPE)
+
+
+def test_casts_of_layers_that_are_compiled_are_refused(plain: Path, two_ranks: ParallelConfig) -> None:
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(plain, dtype=DTYPE)
+    pipeline.transformer.enable_layerwise_casting(compute_dtype=DTYPE)
+    with pytest.raises(ConfigError, match=r"compile: layers of 'transformer'.* cast their weights"):
+        parallelize(pipeline, ParallelConfig(pipeline_parallel_size=2, compile="blocks"))
 
 
 def test_a_configuration_for_something_else_is_refused(plain: Path, two_ranks: ParallelConfig) -> None:

@@ -50,9 +50,7 @@ def refusal(act: Callable[[], Any]) -> str:
 def refusals(pipeline: Any, folder: Path) -> dict[str, str]:
     model = pipeline.transformer
     found = {name: refusal(lambda cache=cache: model.enable_cache(cache)) for name, cache in CACHES.items()}
-    cast = dict(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
     return found | {
-        "casting": refusal(lambda: model.enable_layerwise_casting(**cast)),
         "offload": refusal(lambda: model.enable_group_offload(torch.device("cpu"), torch.device("cpu"))),
         "save": refusal(lambda: pipeline.save_pretrained(folder / "saved")),
         "compile": refusal(model.compile),
@@ -62,7 +60,6 @@ def refusals(pipeline: Any, folder: Path) -> dict[str, str]:
 
 
 EXPECTED = dict.fromkeys(CACHES, "disable_cache") | {
-    "casting": "torch_dtype",
     "offload": "use more ranks",
     "save": "copy the folder",
     "compile": "compile='blocks'",
@@ -88,6 +85,7 @@ def refused_before_and_after(
     awaiting = {
         "fuse_lora": refusal(lambda: model.fuse_lora()),
         "fuse_qkv_projections": refusal(lambda: model.fuse_qkv_projections()),
+        "casting": refusal(lambda: model.enable_layerwise_casting(compute_dtype=torch.float32)),
     }
     first = paint(pipeline)
     found.append(refusals(pipeline, folder))
