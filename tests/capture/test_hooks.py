@@ -8,6 +8,7 @@ from diffusers import ContextParallelConfig, FirstBlockCacheConfig
 from diffusers.hooks.context_parallel import apply_context_parallel
 from diffusers.models._modeling_parallel import ContextParallelOutput
 
+from dit_pipelining.api import split_model
 from dit_pipelining.capture.graph import capture
 from dit_pipelining.errors import ConfigError
 from tests.same import assert_same
@@ -35,9 +36,12 @@ def test_diffusers_own_context_parallelism_is_refused() -> None:
         capture(model, build_inputs(CASES["WanTransformer3D"]))
 
 
-def test_layerwise_casting_is_refused() -> None:
+def test_layers_that_cast_their_weights_are_recorded_and_stay_cast() -> None:
     case = CASES["WanTransformer3D"]
-    model = build_model(case)
-    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)  # type: ignore[operator]
-    with pytest.raises(ConfigError, match=r"layerwise_casting.*torch_dtype"):
-        capture(model, build_inputs(case))
+    model: Any = build_model(case)
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    inputs = build_inputs(case)
+    with torch.no_grad():
+        expected = model(**inputs)
+        assert_same(split_model(model, 2, inputs)(**inputs), expected)
+    assert model.blocks[0].ffn.net[2].weight.dtype == torch.float8_e4m3fn
