@@ -1,7 +1,8 @@
 """A pool of worker processes for the whole test session, and functions run on them as ranks of a process group.
 
-Starting a process costs seconds of imports, so the workers stay; each job gets a process group of its own. A worker that
-does not answer in time is killed with all others, and the next job starts new ones.
+Starting a process costs seconds of imports, so these are done once, in a process that the workers are forked from, and the
+workers stay; each job gets a process group of its own. A worker that does not answer in time is killed with all others, and
+the next job starts new ones.
 """
 
 import faulthandler
@@ -61,7 +62,8 @@ class RankPool:
         self._workers = []
 
     def _start(self, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["diffusers", "transformers", "dit_pipelining.api"])
         while len(self._workers) < count:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
