@@ -1,7 +1,9 @@
 """The front door: split a model, load or parallelise a pipeline, generate."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from dit_pipelining.capture.hooks import refuse_hooks
 from dit_pipelining.capture.signature import bind
 from dit_pipelining.capture.step_caches import keeps_steps
 from dit_pipelining.comm.launch import Launch, launched_rank
-from dit_pipelining.comm.mesh import Mesh, layout_of, line_group
+from dit_pipelining.comm.layout import CALLERS
+from dit_pipelining.comm.mesh import Mesh, layout_of, line_group, new_group
 from dit_pipelining.comm.processes import launch
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.config_checks import check_partitioner, check_positive, early_counts_check
@@ -35,11 +38,18 @@ from dit_pipelining.runtime.requests import OnOutput, run_requests
 from dit_pipelining.runtime.serving import RequestQueue
 from dit_pipelining.runtime.step_states import check_can_keep
 from dit_pipelining.sharding.sequence import check_sequence_parallel
+from dit_pipelining.sharding.teams import Team, make_team_groups, team_of
 from dit_pipelining.sharding.tensor import check_tensor_parallel
-from dit_pipelining.sharding.tile_ranks import TileRanks, tile_ranks
+from dit_pipelining.sharding.text_encoder import check_text_encoder
+from dit_pipelining.sharding.text_plans import TextPlan
 from dit_pipelining.stream.session import VideoStream
 from dit_pipelining.stream.spec import StreamSpec
-from dit_pipelining.weights.components import components_in_folder, components_in_memory, load_on_owners
+from dit_pipelining.weights.components import (
+    component_class,
+    components_in_folder,
+    components_in_memory,
+    load_on_owners,
+)
 from dit_pipelining.weights.modular import load_modular
 from dit_pipelining.weights.pipelines import (
     HUB_ARGUMENTS,
@@ -58,6 +68,7 @@ from dit_pipelining.weights.pipelines import (
 from dit_pipelining.weights.placement import ComponentSize, place_components
 from dit_pipelining.weights.quantised import chosen_among, refuse_cutting_quantised
 from dit_pipelining.weights.single_files import with_files_opened
+from dit_pipelining.weights.text_encoders import cut_in_memory, empty_text_encoder, load_parts
 from partitioners import Component, Partitioner
 
 __all__ = [
@@ -150,7 +161,7 @@ def load_pipeline(
 
     Every rank makes the same calls and gets the same results. A rank reads only the weights of its own stage, at the
     first call of the pipeline, since where to cut depends on the shapes. Text encoders, image encoders and VAEs are loaded
-    on one rank each, which runs them for all.
+    on one rank each, which runs them for all; of text encoders that are split, several ranks read a part each.
 
     Args:
         source: a pipeline's folder, or a hub id.
@@ -229,14 +240,29 @@ def _load(
     index = read_index(folder)
     on_disk = components_in_folder(folder, index, given=components)
     sizes = {**on_disk, **components_in_memory(components)}
+    quantised = components.get("quantization_config")
+
+    def text_encoder(name: str) -> Any:
+        if name in components:
+            return components[name]
+        return empty_text_encoder(component_class(*index[name]), folder / name, chosen_among([name], quantised))
+
+    texts = _text_plans(config, sizes, text_encoder)
+    sizes = _with_parts(config, sizes, texts)
     owners = _owners(config, sizes, models)
-    tiles = _tiles(config, sizes, owners)
+    teams = _teams(config, sizes, owners)
     device = launch.join()
     mesh = Mesh.of(layout_of(config), dist.get_rank())
-    stored = {name: mesh.line[owners[name]] for name in on_disk if name in owners}
-    helpers = {name: own.compute for name, own in tiles.items()}
-    group = line_group(mesh, timedelta(seconds=config.timeout_seconds))
-    loaded = load_on_owners(folder, index, stored, helpers, options, group)
+    stored = {name: mesh.line[owners[name]] for name in on_disk if name in owners and name not in texts}
+    helpers = {name: own.compute for name, own in teams.items() if name not in texts}
+    timeout = timedelta(seconds=config.timeout_seconds)
+    loaded = load_on_owners(folder, index, stored, helpers, options, line_group(mesh, timeout))
+    if texts:
+        groups = make_team_groups({name: teams[name] for name in texts}, mesh.layout, device, timeout)
+        in_files = {name: (component_class(*index[name]), plan) for name, plan in texts.items() if name in on_disk}
+        callers = new_group(mesh.layout.groups(*CALLERS), timeout)
+        loaded |= load_parts(folder, in_files, teams, groups, options, callers)
+        cut_in_memory({name: components[name] for name in texts if name in components}, texts, groups)
     if is_modular:
         pipeline = load_modular(pipeline_class, folder, dtype, variant, {**components, **models, **loaded})
     else:
@@ -251,7 +277,7 @@ def _load(
     shards = cut_over_ranks(models, config, device)
     fill = {name: from_memory(model, device) for name, model in given.items()}
     fill |= {name: from_checkpoint(transformer, device, shards[name]) for name, transformer in empty.items()}
-    spread(pipeline, models, fill, owners, tiles, config, device, launch.guard)
+    spread(pipeline, models, fill, owners, teams, texts, config, device, launch.guard)
     return pipeline
 
 
@@ -280,12 +306,17 @@ def parallelize(pipeline: Any, config: ParallelConfig) -> Any:
             return pipeline
         _check_splits(config, models)
         sizes = components_in_memory(pipeline.components)
+        texts = _text_plans(config, sizes, pipeline.components.__getitem__)
+        sizes = _with_parts(config, sizes, texts)
         owners = _owners(config, sizes, models)
-        tiles = _tiles(config, sizes, owners)
+        teams = _teams(config, sizes, owners)
         device = launch.join()
         cut_over_ranks(models, config, device)
+        timeout = timedelta(seconds=config.timeout_seconds)
+        groups = make_team_groups({name: teams[name] for name in texts}, layout_of(config), device, timeout)
+        cut_in_memory({name: pipeline.components[name] for name in texts}, texts, groups)
         fill = {name: from_memory(model, device) for name, model in models.items()}
-        spread(pipeline, models, fill, owners, tiles, config, device, launch.guard)
+        spread(pipeline, models, fill, owners, teams, texts, config, device, launch.guard)
     return pipeline
 
 
@@ -306,6 +337,7 @@ def _owners(
         name: name in chosen or (components[name].kind == "decoder" and config.output_ranks != "all") for name in owners
     }
     stages = config.pipeline_parallel_size
+    whole = {name: owner for name, owner in owners.items() if components[name].parts == 1}
     sizes = [
         Component(
             name,
@@ -313,27 +345,66 @@ def _owners(
             rank=owner % stages if bound[name] else None,
             preferred_rank=owner % stages,
         )
-        for name, owner in owners.items()
+        for name, owner in whole.items()
+    ]
+    sizes += [
+        Component(f"{name} on rank {rank}", bytes=components[name].bytes // components[name].parts, rank=rank % stages)
+        for name in owners.keys() - whole.keys()
+        for rank in components[name].holders(owners[name], config.line_size)
     ]
     placed = owners_by_weight(models.values(), config.blocks, target, sizes)
-    return {name: owner if placed[name] == owner % stages else placed[name] for name, owner in owners.items()}
+    return owners | {name: owner if placed[name] == owner % stages else placed[name] for name, owner in whole.items()}
 
 
-def _tiles(
+def _text_plans(
+    config: ParallelConfig, components: Mapping[str, ComponentSize], encoder: Callable[[str], Any]
+) -> dict[str, TextPlan]:
+    """How each text encoder is cut that is to be, by its name; `encoder` gives it, with weights or without."""
+    sizes = config.text_encoder_tp_size
+    everywhere = [name for name, place in (config.component_ranks or {}).items() if place == "all"]
+    known = [name for name, part in components.items() if part.text and name not in everywhere]
+    unknown = [name for name in sizes if name not in known] if isinstance(sizes, Mapping) else []
+    if unknown or (sizes != 1 and not known):
+        raise ConfigError(
+            f"text_encoder_tp_size={sizes}: the text encoders of this pipeline that are not on every rank are "
+            f"{', '.join(map(repr, known)) or 'none'}."
+        )
+    cut = {name: size for name in known if (size := config.text_encoder_size(name)) > 1}
+    return {name: check_text_encoder(name, encoder(name), size) for name, size in cut.items()}
+
+
+def _with_parts(
+    config: ParallelConfig, components: Mapping[str, ComponentSize], texts: Mapping[str, TextPlan]
+) -> dict[str, ComponentSize]:
+    """Say of the components that are cut how many ranks of a line have a part."""
+    lines = config.copy_size // config.line_size
+    sizes = {name: config.text_encoder_size(name) for name in texts}
+    return {
+        name: replace(part, parts=sizes[name], ranks=math.ceil(sizes[name] / lines)) if name in sizes else part
+        for name, part in components.items()
+    }
+
+
+def _teams(
     config: ParallelConfig, components: Mapping[str, ComponentSize], owners: Mapping[str, int]
-) -> dict[str, TileRanks]:
-    """The ranks that compute the tiles of each VAE whose tiles can be spread."""
+) -> dict[str, Team]:
+    """The ranks that compute each component which several compute together: VAEs by tiles, text encoders by parts."""
+    layout, rank = layout_of(config), launched_rank()
+    teams = {
+        name: team_of(layout, rank, owners[name], part.parts, towards=1)
+        for name, part in components.items()
+        if part.parts > 1
+    }
     size = config.vae_patch_parallel_size
     if size == 1:
-        return {}
+        return teams
     names = [name for name, part in components.items() if part.tiles and name in owners]
     if not names:
         raise ConfigError(
             f"vae_patch_parallel_size={size}: this pipeline has no VAE on one rank whose tiling can be spread over several "
             f"(its components on one rank: {', '.join(owners) or 'none'}). Leave it at 1."
         )
-    layout = layout_of(config)
-    return {name: tile_ranks(layout, launched_rank(), owners[name], size) for name in names}
+    return teams | {name: team_of(layout, rank, owners[name], size, towards=-1) for name in names}
 
 
 def _check_splits(config: ParallelConfig, models: Mapping[str, nn.Module]) -> None:

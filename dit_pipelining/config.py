@@ -65,6 +65,9 @@ class ParallelConfig:
             `"anything"`: any number, at the price of a message between the ranks' hosts at each attention.
         vae_patch_parallel_size: ranks that compute the tiles of a VAE together, bit for bit as its own tiling does on one,
             which it switches on. They are the rank that owns the VAE and others that run the same call; all hold its weights.
+        text_encoder_tp_size: ranks over which the heads, widths and vocabulary of each text encoder are split: those that own
+            it, and those after them that run the same calls. Or by component name, for example `{"text_encoder_2": 4}`;
+            encoders that are not named stay whole.
         use_hsdp: keep the weights of each stage's blocks sharded over the ranks that hold that stage (cfg_parallel_size x
             ring_degree x ulysses_degree), and gather a block's when it runs.
         hsdp_shard_size: over how many of these ranks. Default: all. Where there is one (those sizes are 1), it makes
@@ -111,6 +114,7 @@ class ParallelConfig:
     ring_degree: int = 1
     ulysses_mode: str = "strict"
     vae_patch_parallel_size: int = 1
+    text_encoder_tp_size: int | Mapping[str, int] = 1
     use_hsdp: bool = False
     hsdp_shard_size: int | None = None
     hsdp_replicate_size: int | None = None
@@ -159,6 +163,7 @@ class ParallelConfig:
                 f"vae_patch_parallel_size={self.vae_patch_parallel_size}: only {self.copy_size} ranks run a call together; "
                 f"use {self.copy_size} or less."
             )
+        self._check_text_encoders()
         self._check_ranks()
         for given in self.partition.values() if isinstance(self.partition, Mapping) else [self.partition]:
             if given is not None:
@@ -177,6 +182,22 @@ class ParallelConfig:
     def sequence_parallel_size(self) -> int:
         """The number of ranks that share the tokens of a call."""
         return self.ring_degree * self.ulysses_degree
+
+    def _check_text_encoders(self) -> None:
+        sizes = self.text_encoder_tp_size
+        by_name = sizes if isinstance(sizes, Mapping) else {"": sizes}
+        for name, size in by_name.items():
+            what = f"text_encoder_tp_size[{name!r}]" if name else "text_encoder_tp_size"
+            check_positive(what, size)
+            if size > self.copy_size:
+                raise ConfigError(
+                    f"{what}={size}: only {self.copy_size} ranks run a call together; use {self.copy_size} or less."
+                )
+
+    def text_encoder_size(self, component: str) -> int:
+        """The number of ranks over which one text encoder is split."""
+        sizes = self.text_encoder_tp_size
+        return sizes.get(component, 1) if isinstance(sizes, Mapping) else sizes
 
     def _check_ranks(self) -> None:
         places: Mapping[str, Any] = self.component_ranks or {}

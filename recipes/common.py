@@ -59,6 +59,7 @@ def base_parser(description: str) -> argparse.ArgumentParser:
     flags.add_argument(
         "--vae-patch-parallel-size", type=int, metavar="RANKS", help="ranks that compute the VAE's tiles together"
     )
+    flags.add_argument("--text-encoder-tp-size", type=int, metavar="RANKS", help="over which text encoders are split")
     flags.add_argument("--vae-use-tiling", action="store_true", help="let the VAE work tile by tile")
     flags.add_argument("--partitioner", choices=sorted(PARTITIONERS), help="default: balanced")
     flags.add_argument("--partition", help="blocks per stage, for example 8,12,12,8")
@@ -99,6 +100,7 @@ def parallel_config(args: argparse.Namespace, defaults: Mapping[str, Any] | None
         ring_degree=args.ring_degree,
         ulysses_mode=args.ulysses_mode,
         vae_patch_parallel_size=args.vae_patch_parallel_size,
+        text_encoder_tp_size=args.text_encoder_tp_size,
         partitioner=args.partitioner,
         partition=args.partition,
         tensor_parallel_size=args.tensor_parallel_size,

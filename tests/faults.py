@@ -64,7 +64,9 @@ def main(scenario: str, folder: str) -> None:
     from dit_pipelining.api import ParallelConfig, load_pipeline
 
     seconds = 3.0 if scenario == "absent" else 60.0
-    pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=2, timeout_seconds=seconds))
+    parts = 2 if scenario == "part" else 1
+    config = ParallelConfig(pipeline_parallel_size=2, text_encoder_tp_size=parts, timeout_seconds=seconds)
+    pipeline = load_pipeline(folder, config)
     pipeline.set_progress_bar_config(disable=True)
     pipeline(**CALL)
     rank = dist.get_rank()
@@ -79,6 +81,11 @@ def main(scenario: str, folder: str) -> None:
             time.sleep(600)
         return values
 
+    def fail(*_: Any) -> None:
+        raise MemoryError("only on rank 1, in the middle of its part")
+
+    if rank == 1 and scenario == "part":
+        dict(pipeline.text_encoder.named_modules())["encoder.block.1"].register_forward_pre_hook(fail)
     if rank == 1 and scenario == "uncaught":
         raise LookupError("between two calls")
     if not (rank == 1 and scenario == "left"):

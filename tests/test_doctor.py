@@ -8,6 +8,7 @@ from dit_pipelining.cli.needs import needs
 from dit_pipelining.cli.ranks import parts
 from dit_pipelining.cli.study import Question
 from dit_pipelining.comm.layout import Layout
+from dit_pipelining.errors import ConfigError
 
 
 def test_this_machine_passes_and_ranks_talk_over_gloo(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,6 +115,18 @@ def test_the_mesh_says_which_rank_does_what() -> None:
     assert found[0] == "replica 1 of 2, stage 1 of 2, Ulysses part 1 of 2"
     assert found[3] == "replica 1 of 2, stage 2 of 2, Ulysses part 2 of 2"
     assert found[4] == "replica 2 of 2, stage 1 of 2, Ulysses part 1 of 2"
+
+
+def test_the_mesh_says_which_rank_has_which_part_of_text_encoders() -> None:
+    found = dict(parts(Layout(data=2, pipeline=2, ulysses=2), 3))
+    assert [own.rpartition("Ulysses part ")[2] for own in found.values()] == [
+        "1 of 2, part 1 of 3 of the text encoders",
+        "2 of 2, part 2 of 3 of the text encoders",
+        "1 of 2, part 3 of 3 of the text encoders",
+        "2 of 2",
+    ] * 2
+    with pytest.raises(ConfigError, match="only 4 ranks run a call together"):
+        dict(parts(Layout(data=2, pipeline=2, ulysses=2), 5))
 
 
 def test_degrees_are_printed_as_a_mesh(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
     from dit_pipelining.cli.checks import BAD, GOOD, NOTE, every_check
     from dit_pipelining.cli.ranks import layout_asked_for, parts
 
+    layout = layout_asked_for(args)
+    does = list(parts(layout, args.text_encoder_tp_size))
     colours = {GOOD: "green", BAD: "red", NOTE: "yellow"}
     table = Table("checked", "", "found", "what to do", title=f"dit-pipelining {__version__}")
     trouble = False
@@ -43,10 +45,9 @@ def run(args: argparse.Namespace) -> int:
         table.add_row(found.what, f"[{colours[found.state]}]{found.state}[/]", found.text, found.hint)
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     console.print(table)
-    layout = layout_asked_for(args)
     if layout.size > 1:
         mesh = Table("rank", "does", title=f"{layout.size} ranks: torchrun --nproc-per-node {layout.size}")
-        for rank, part in parts(layout):
+        for rank, part in does:
             mesh.add_row(str(rank), part)
         console.print(mesh)
     return int(trouble)

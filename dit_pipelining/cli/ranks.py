@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from dit_pipelining.cli.arguments import positive
 from dit_pipelining.comm.layout import Layout
+from dit_pipelining.errors import ConfigError
 from dit_pipelining.planning.degrees import FLAGS
 
 COUNTS = {
@@ -26,6 +27,9 @@ def add_degrees(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("which rank does what", "print the mesh of these sizes, the outermost first")
     for name, counts in COUNTS.items():
         group.add_argument(FLAGS[name], dest=name, type=positive, default=1, metavar="N", help=counts)
+    group.add_argument(
+        "--text-encoder-tp-size", type=positive, default=1, metavar="N", help="ranks over which text encoders are split"
+    )
 
 
 def layout_asked_for(args: argparse.Namespace) -> Layout:
@@ -33,15 +37,27 @@ def layout_asked_for(args: argparse.Namespace) -> Layout:
     return Layout(**{name: getattr(args, name) for name in COUNTS})
 
 
-def parts(layout: Layout) -> Iterator[tuple[int, str]]:
-    """Each rank, and its part along the dimensions that there are."""
+def parts(layout: Layout, text_encoder_parts: int = 1) -> Iterator[tuple[int, str]]:
+    """Each rank, and its part along the dimensions that there are, and of text encoders that are where they are by default.
+
+    Raises:
+        ConfigError: text encoders have more parts than ranks run a call together.
+    """
+    from dit_pipelining.sharding.teams import team_of
+
+    together = layout.size // layout.data
+    if text_encoder_parts > together:
+        raise ConfigError(
+            f"--text-encoder-tp-size {text_encoder_parts}: only {together} ranks run a call together; use {together} or less."
+        )
     for rank in range(layout.size):
         places = layout.coordinates(rank)
-        yield (
-            rank,
-            ", ".join(
-                f"{PARTS[name]} {place + 1} of {getattr(layout, name)}"
-                for name, place in places.items()
-                if getattr(layout, name) > 1
-            ),
-        )
+        own = [
+            f"{PARTS[name]} {place + 1} of {getattr(layout, name)}"
+            for name, place in places.items()
+            if getattr(layout, name) > 1
+        ]
+        team = team_of(layout, rank, 0, text_encoder_parts, towards=1).compute
+        if text_encoder_parts > 1 and rank in team:
+            own.append(f"part {team.index(rank) + 1} of {text_encoder_parts} of the text encoders")
+        yield rank, ", ".join(own)

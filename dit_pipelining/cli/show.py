@@ -71,6 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="guidance: none, a call for each branch, or both in a batch; default: as the model's pipeline does it",
     )
     load.add_argument("--cfg-parallel-size", type=positive, default=1, metavar="R", help="replicas; default: 1")
+    load.add_argument(
+        "--text-encoder-tp-size",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="ranks that split text encoders; default: 1",
+    )
     load.add_argument("--schedule", choices=(*SCHEDULES, "sequential"), default="rolling", help="default: rolling")
     output = parser.add_argument_group("output beside the tables")
     output.add_argument(
@@ -123,6 +130,7 @@ def _search(args: argparse.Namespace, console: Any) -> None:
         "--compare": args.compare,
         "--ranks": args.ranks,
         "--profile": args.profile,
+        "--text-encoder-tp-size": args.text_encoder_tp_size > 1,
         "--inputs": args.inputs,
         "--svg": args.svg,
         "--html": args.html,
@@ -176,6 +184,7 @@ def _show(args: argparse.Namespace, console: Any) -> None:
             guidance=args.cfg,
             replicas=args.cfg_parallel_size,
             schedule=args.schedule,
+            text_encoder_tp_size=args.text_encoder_tp_size,
             compare=args.compare,
         )
     )

@@ -44,6 +44,7 @@ class Question:
         dtype: of the weights, by its name in torch.
         device, ranks, topology, profile: what it is cut for, as in `ParallelConfig`; `device` stands for all ranks.
         requests, steps, guidance, replicas, schedule: what is run.
+        text_encoder_tp_size: ranks over which text encoders are split.
         compare: partitioners to compare with.
     """
 
@@ -63,6 +64,7 @@ class Question:
     guidance: str | None = None
     replicas: int = 1
     schedule: str = "rolling"
+    text_encoder_tp_size: int = 1
     compare: tuple[str, ...] = ()
 
     @property
@@ -86,7 +88,7 @@ class _Setting:
 
     @property
     def components(self) -> tuple[Component, ...]:
-        return self.beside.for_partitioner(self.load.steps * self.load.calls_per_step)
+        return self.beside.for_partitioner(self.load.steps * self.load.calls_per_step, self.question.stages)
 
 
 def study(question: Question) -> Picture:
@@ -169,11 +171,21 @@ def _inputs(
 def _components(
     question: Question, model: ModelSpec, size: Size | None, device: DeviceProfile, machine: Machine
 ) -> Components:
-    known = model.transformers[0].known
+    known, parts = model.transformers[0].known, question.text_encoder_tp_size
+    ranks = question.stages * question.replicas
+    if parts > ranks:
+        raise ConfigError(
+            f"--text-encoder-tp-size {parts}: only {ranks} ranks run a call together; use {ranks} or less."
+        )
     if model.source != "preset" or known is None or size is None:
+        if parts > 1:
+            raise ConfigError(
+                f"--text-encoder-tp-size {parts}: text encoders are known for presets at a size only; leave it out."
+            )
         return Components()
     measured = machine.timing if isinstance(machine.timing, MeasuredProfile) else None
-    return components_of(known, size, getattr(torch, question.dtype).itemsize, device, measured)
+    itemsize = getattr(torch, question.dtype).itemsize
+    return components_of(known, size, itemsize, device, measured, encoder_parts=parts, topology=question.topology)
 
 
 def _split(setting: _Setting, spec: TransformerSpec, described: Mapping[str, Any]) -> SplitModel:

@@ -7,6 +7,7 @@ from dit_pipelining.costs.devices import DeviceProfile
 from dit_pipelining.costs.measured import MeasuredProfile
 from dit_pipelining.planning.presets import Preset
 from dit_pipelining.planning.recipes import Size
+from dit_pipelining.planning.text_encoders import split_encoders, sums_seconds
 from dit_pipelining.sharding.tile_ranks import assign_tiles
 from partitioners import Component
 
@@ -19,8 +20,9 @@ class Components:
 
     Attributes:
         encoder_bytes, vae_bytes: of their weights.
+        split_bytes: those of `encoder_bytes` that are split over `encoder_parts` ranks, the first of which has all others.
         decode_bytes: of the VAE's activations at their fullest, while it decodes without tiling.
-        encode_seconds: of the text encoders, for one request.
+        encode_seconds: of the text encoders, for one request, on all ranks that have parts.
         decode_seconds: of the VAE, for one request, without tiles.
         latents: number of elements that are decoded.
         tiles: of the VAE's own tiling, their numbers of elements, those side by side that are computed at a time; empty:
@@ -32,6 +34,8 @@ class Components:
     decode_bytes: int = 0
     encode_seconds: float = 0.0
     decode_seconds: float = 0.0
+    split_bytes: int = 0
+    encoder_parts: int = 1
     latents: int = 0
     tiles: tuple[tuple[int, ...], ...] = ()
 
@@ -48,21 +52,43 @@ class Components:
         largest = max(cost for batch in self.tiles for cost in batch)
         return self.decode_seconds * loads / self.latents, math.ceil(self.decode_bytes * largest / self.latents)
 
-    def for_partitioner(self, calls: int) -> tuple[Component, ...]:
-        """Encoders on the first rank and the VAE on the last, unless they are better elsewhere.
+    def encoder_bytes_at(self, place: int) -> int:
+        """Bytes of encoders on a rank that comes so many after the first one that has any."""
+        if self.encoder_parts == 1:
+            return self.encoder_bytes if place == 0 else 0
+        part = self.split_bytes // self.encoder_parts if place < self.encoder_parts else 0
+        return part + (self.encoder_bytes - self.split_bytes if place == 0 else 0)
+
+    def for_partitioner(self, calls: int, stages: int) -> tuple[Component, ...]:
+        """Encoders on the first rank and the VAE on the last, unless they are better elsewhere; parts stay where they are.
 
         Args:
             calls: of the transformer in one request, over which the seconds are spread.
+            stages: of a replica.
         """
-        found = (
-            Component("text_encoder", self.encode_seconds / calls, self.encoder_bytes, preferred_rank=0),
+        encode = self.encode_seconds / calls
+        found = [
+            Component("text_encoder", encode, self.encoder_bytes_at(0), preferred_rank=0)
+            if self.encoder_parts == 1
+            else Component("text_encoder", encode, self.encoder_bytes_at(0), rank=0),
             Component("vae", self.decode_seconds / calls, self.vae_bytes + self.decode_bytes, preferred_rank=-1),
-        )
+        ]
+        found += [
+            Component(f"text_encoder, part {place + 1}", encode, self.encoder_bytes_at(place), rank=place)
+            for place in range(1, min(self.encoder_parts, stages))
+        ]
         return tuple(component for component in found if component.bytes or component.seconds)
 
 
 def components_of(
-    known: Preset, size: Size, itemsize: int, device: DeviceProfile, measured: MeasuredProfile | None
+    known: Preset,
+    size: Size,
+    itemsize: int,
+    device: DeviceProfile,
+    measured: MeasuredProfile | None,
+    *,
+    encoder_parts: int = 1,
+    topology: str = "auto",
 ) -> Components:
     """Bytes and seconds of a known model's components.
 
@@ -75,6 +101,11 @@ def components_of(
         itemsize: bytes of an element of the weights.
         device: that runs them.
         measured: seconds that were measured, where they were.
+        encoder_parts: ranks over which text encoders are split, `text_encoder_tp_size`.
+        topology: of the links between them.
+
+    Raises:
+        ConfigError: a text encoder cannot be split like that.
     """
     half = itemsize <= HALF_PRECISION_BYTES
     peak = device.bfloat16_flops_per_second if half else device.float32_flops_per_second
@@ -92,10 +123,18 @@ def components_of(
     if measured is not None:
         decode = measured.vae_seconds(pixels)[1] or decode
         encode = measured.text_encode_seconds or encode
+    split = 0
+    if encoder_parts > 1:
+        in_parts = split_encoders(known, encoder_parts)
+        split = sum(encoder["parameters"] for encoder in in_parts)
+        encode *= (split / encoder_parts + encoders - split) / encoders
+        encode += sums_seconds(in_parts, encoder_parts, tokens, itemsize, device.link(topology))
     return Components(
         encoder_bytes=encoders * itemsize,
         vae_bytes=known.vae["parameters"] * itemsize,
         decode_bytes=round(work["peak_bytes"] * itemsize / HALF_PRECISION_BYTES * scale),
         encode_seconds=encode,
         decode_seconds=decode,
+        split_bytes=split * itemsize,
+        encoder_parts=encoder_parts,
     )

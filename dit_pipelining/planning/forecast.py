@@ -58,6 +58,7 @@ def forecast(
             result_seconds=hops * transfer_seconds(links[-1], results),
             encode_seconds=beside.encode_seconds,
             encode_rank=cut.owners.get("text_encoder", 0),
+            encode_parts=beside.encoder_parts,
             decode_seconds=beside.decode_seconds,
             decode_rank=cut.owners.get("vae", split.num_stages - 1),
             **vars(load),

@@ -59,7 +59,8 @@ def rank_memory(
 
 
 def _rank(rank: int, splits: Sequence[tuple[SplitModel, int]], workload: Workload, beside: Components) -> RankMemory:
-    encodes, decodes = rank == workload.encode_rank, rank == workload.decode_rank
+    decodes = rank == workload.decode_rank
+    assert workload.encode_rank is not None  # one rank, or the first of several
     held, copied, activations, buffers = 0, 0, beside.decode_bytes if decodes else 0, 0
     for split, number in splits:
         own, copies = _weights(split, rank)
@@ -67,8 +68,8 @@ def _rank(rank: int, splits: Sequence[tuple[SplitModel, int]], workload: Workloa
         copied += copies * number
         activations = max(activations, _activations(split, rank))
         buffers = max(buffers, _buffers(split, rank, workload))
-    encoders, vae = beside.encoder_bytes if encodes else 0, beside.vae_bytes if decodes else 0
-    return RankMemory(held, copied, activations, buffers, encoders, vae)
+    encoders = beside.encoder_bytes_at((rank - workload.encode_rank) % workload.num_ranks)
+    return RankMemory(held, copied, activations, buffers, encoders, beside.vae_bytes if decodes else 0)
 
 
 def _weights(split: SplitModel, rank: int) -> tuple[int, int]:

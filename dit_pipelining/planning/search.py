@@ -26,7 +26,7 @@ from dit_pipelining.planning.degrees import Degrees, every_way, problem_of
 from dit_pipelining.planning.simulation import simulate
 from dit_pipelining.planning.timeline import Workload
 from dit_pipelining.planning.work import BlockWork, ModelWork
-from dit_pipelining.sharding.tile_ranks import tile_ranks
+from dit_pipelining.sharding.teams import team_of
 from partitioners import BlockCost, DoesNotFitError, ModelCosts, RankSpec, balanced
 
 
@@ -206,8 +206,8 @@ def _stages_with_tiles(degrees: Degrees) -> set[int]:
     """The stages of ranks that hold the VAE: the last one, and those that help with its tiles."""
     if degrees.tiles == 1:
         return {degrees.pipeline - 1}
-    ranks = tile_ranks(degrees, 0, degrees.cfg * degrees.pipeline - 1, degrees.tiles)
-    return {degrees.coordinates(rank)["pipeline"] for rank in ranks.compute}
+    team = team_of(degrees, 0, degrees.cfg * degrees.pipeline - 1, degrees.tiles, towards=-1)
+    return {degrees.coordinates(rank)["pipeline"] for rank in team.compute}
 
 
 def _block_seconds(block: BlockWork, degrees: Degrees, link: Link, scale: float) -> tuple[float, dict[str, float]]:

@@ -12,8 +12,8 @@ The rules are those of `runtime/turns.py`, `rolling.py`, `worker.py`, and of tor
 - The last stage broadcasts a result to all ranks, and each goes on with what depends on it when it is there.
 - gpipe: the requests are microbatches of one call. A receive is posted when the rank has finished the microbatch before, and
   a call ends, on all ranks, when all its results have been broadcast.
-- Encoding and decoding occupy the rank that owns them, or every rank, after what was submitted before, while their
-  request has its turn.
+- Encoding and decoding occupy the rank that owns them, the ranks that have parts, or every rank, after what was submitted
+  before, while their request has its turn.
 The order of everything is fixed beforehand, so there is no queue of events: each time follows from earlier ones.
 """
 
@@ -117,24 +117,26 @@ class _Machine:
         """What the pipeline does before step `step`: it encodes before the first, and decodes after the last."""
         load = self.load
         if step == 0:
-            self._component("encode", load.encode_seconds, load.encode_rank, request)
+            self._component("encode", load.encode_seconds, load.encode_rank, request, load.encode_parts)
             return
         self.host = [time + load.host_seconds for time in self.host]
         if step == load.steps:
             self._component("decode", load.decode_seconds, load.decode_rank, request)
 
-    def _component(self, kind: str, seconds: float, owner: int | None, request: int) -> None:
+    def _component(self, kind: str, seconds: float, owner: int | None, request: int, parts: int = 1) -> None:
         if not seconds:
             return
-        owners = range(self.load.num_ranks) if owner is None else [owner % self.load.num_ranks]
+        ranks = self.load.num_ranks
+        owners = range(ranks) if owner is None else [(owner + part) % ranks for part in range(parts)]
+        ready = [max(self.host[rank], self.free[rank]) for rank in range(ranks)]
         for rank in owners:
-            start = max(self.host[rank], self.free[rank])
+            start = ready[rank] if owner is None else max(ready[own] for own in owners)
             self.spans.append(Span(rank, start, start + seconds, kind, request))
             self.free[rank] = start + seconds
         if owner is None:
             self.wait(self.free)
         else:  # the others wait for what it made
-            self.wait([self.free[owners[0]]] * self.load.num_ranks)
+            self.wait([self.free[owners[0]]] * ranks)
 
     # ---- calls of the transformer -------------------------------------------------------------------------------------
 

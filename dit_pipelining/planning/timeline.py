@@ -27,6 +27,7 @@ class Workload:
         host_seconds: of the pipeline's own code between two steps (the scheduler).
         encode_seconds, encode_rank: of what precedes the loop of a request, and the rank that does it for all; None: every
             rank does it for itself. Ranks may be counted from the end, as in lists.
+        encode_parts: number of ranks, from `encode_rank` on, that do it together.
         decode_seconds, decode_rank: likewise of what follows the loop.
 
     Raises:
@@ -46,6 +47,7 @@ class Workload:
     host_seconds: float = 0.0
     encode_seconds: float = 0.0
     encode_rank: int | None = None
+    encode_parts: int = 1
     decode_seconds: float = 0.0
     decode_rank: int | None = None
 

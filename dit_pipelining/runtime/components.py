@@ -12,8 +12,8 @@ exception travels too, and is raised on every rank. A distribution (`latent_dist
 samples it with its own generator. A submodule that is called from outside (CLIP's final norm by Kandinsky) is a component
 in its own right as soon as it is reached.
 
-Ranks that help with the tiles of a VAE do so within the call too, before they give their turn away: see [Note: tiles on
-other ranks].
+Ranks that help with the tiles of a VAE, or that have a part of a text encoder, do so within the call too, before they give
+their turn away: see [Note: teams].
 """
 
 import re
@@ -31,7 +31,7 @@ from dit_pipelining.runtime.pending import resolved
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.runtime.turns import OtherRequestFailedError, RequestCancelledError, random_state, set_random_state
 from dit_pipelining.runtime.withheld import refuse_withheld, withheld
-from dit_pipelining.sharding.vae_tiles import VaeTiles
+from dit_pipelining.sharding.teams import TeamWork
 from dit_pipelining.torch_internals import tree_flatten
 
 DECODES = re.compile(r"(^|_)(forward|decode|denoise)(_|$)")
@@ -55,7 +55,7 @@ class OwnedComponent:
         rolling: the pipeline's runtime.
 
     Attributes:
-        tiles: what this rank has to do with the tiles of this VAE, where they are spread over ranks.
+        team: what this rank has to do with its calls, where several ranks compute them together.
         running: this rank is within a call of the component, whose own calls of its parts are ordinary ones.
         alone: calls are made on this rank only; see `on_this_rank`.
     """
@@ -75,7 +75,7 @@ class OwnedComponent:
         self.is_decoder = is_decoder
         self.output_ranks = output_ranks
         self.rolling = rolling
-        self.tiles: VaeTiles | None = None
+        self.team: TeamWork | None = None
         self.running = False
         self.alone = False
 
@@ -103,21 +103,22 @@ class OwnedComponent:
         self.rolling.guard.count_step()
         shows = self.is_decoder and DECODES.search(method) is not None
         audience = self.links.outputs if shows else self.links.everyone
-        if self.tiles is not None and not self.tiles.leads:
-            self._help(self.tiles)
+        leads = self.team is None or self.team.talk.leads
+        if self.team is not None and not leads:
+            self._help(self.team, function, args, kwargs)
         if not self.is_owner:
             self._end_turn(RECEIVES, self._discard)
             message, flats = self._receive()
             return self._take(message, flats, args, kwargs)
-        if self.tiles is None or self.tiles.leads:
+        if self.team is None or leads:
             message, flats, error, result = self._run(function, args, kwargs)
         else:
-            message, flats, error, result = self._from_lead(self.tiles, args, kwargs)
+            message, flats, error, result = self._from_lead(self.team, args, kwargs)
         message["shows"] = shows
         with self.watched():
             works = self.links.send(message, flats, audience)
-            if self.tiles is not None:
-                works += self.tiles.tell_owners(message, flats)
+            if self.team is not None:
+                works += self.team.talk.tell_owners(message, flats)
         self._end_turn(SENDS, lambda: self._finish(works))
         self._finish(works)
         if error is not None:
@@ -127,6 +128,11 @@ class OwnedComponent:
         return result
 
     def _refuse_elsewhere(self) -> None:
+        if self.team is not None and self.team.needs_all:
+            raise ConfigError(
+                f"rank {self.rank} calls the component {self.name!r} by itself, but each of several ranks has a part of it. "
+                f'Leave it whole: ParallelConfig(text_encoder_tp_size={{"{self.name}": 1}}).'
+            )
         if not self.is_owner:
             raise ConfigError(
                 f"rank {self.rank} calls the component {self.name!r} by itself, but its weights are on rank "
@@ -141,10 +147,10 @@ class OwnedComponent:
         result = None
         self.running = True
         try:
-            if self.tiles is None:
+            if self.team is None:
                 result = self._checked(function, args, kwargs)
             else:
-                result = self.tiles.run(lambda: self._checked(function, args, kwargs))
+                result = self.team.run(lambda: self._checked(function, args, kwargs))
             message["result"], flats = pack(result)
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()  # see [Note: order on the groups of components]
@@ -164,17 +170,17 @@ class OwnedComponent:
         refuse_withheld(f"the component {self.name!r}", args, kwargs)
         return function(*args, **kwargs)
 
-    def _help(self, tiles: VaeTiles) -> None:
+    def _help(self, team: TeamWork, function: Call, args: Any, kwargs: Any) -> None:
         self.running = True
         try:
-            tiles.serve()
+            team.serve(lambda: self._checked(function, args, kwargs))
         finally:
             self.running = False
 
-    def _from_lead(self, tiles: VaeTiles, args: Any, kwargs: Any) -> tuple[dict[str, Any], list[Any], Any, Any]:
+    def _from_lead(self, team: TeamWork, args: Any, kwargs: Any) -> tuple[dict[str, Any], list[Any], Any, Any]:
         """What `_run` gives, from the owner in another line of ranks."""
         with self.watched():
-            message, flats = tiles.hear_lead()
+            message, flats = team.talk.hear_lead()
         self._set_random(message, args, kwargs)
         result = None if "error" in message else unpack(message["result"], tensor_in(flats))
         return message, flats, message.get("error"), result

@@ -28,10 +28,12 @@ from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.sharding.groups import make_sequence_groups
 from dit_pipelining.sharding.hsdp import ShardedBlocks, make_shard_mesh
 from dit_pipelining.sharding.sequence import apply_sequence_parallel
+from dit_pipelining.sharding.teams import Talk, Team, make_team_links
 from dit_pipelining.sharding.tensor import apply_tensor_parallel, refuse_additions
 from dit_pipelining.sharding.tensor_layers import Shard
-from dit_pipelining.sharding.tile_ranks import TileRanks
-from dit_pipelining.sharding.vae_tiles import VaeTiles, make_tile_links, switch_on
+from dit_pipelining.sharding.text_encoder_parts import TextEncoderParts
+from dit_pipelining.sharding.text_plans import TextPlan
+from dit_pipelining.sharding.vae_tiles import VaeTiles, switch_on
 from dit_pipelining.weights.components import drop_weights
 from dit_pipelining.weights.given import Untouched
 from dit_pipelining.weights.load import load_weights, move_to, release_weights
@@ -64,7 +66,8 @@ def spread(
     transformers: Mapping[str, nn.Module],
     fill: Mapping[str, FillStage],
     owners: Mapping[str, int],
-    tiles: Mapping[str, TileRanks],
+    teams: Mapping[str, Team],
+    texts: Mapping[str, TextPlan],
     config: ParallelConfig,
     device: torch.device,
     guard: Guard,
@@ -76,14 +79,20 @@ def spread(
         transformers: those of its components that are split, by name.
         fill: how each of them gets the weights of this rank's stage.
         owners: the rank, within its line, of each component that lives on one; elsewhere it has no weights.
-        tiles: the ranks that compute the tiles of a VAE together, by its name; they all have its weights.
+        teams: the ranks that compute a component together, by its name: the tiles of a VAE, whose weights they all have, or
+            the parts of a text encoder.
+        texts: how text encoders are cut, those that are; this rank's part has been cut.
         config: degrees and partitioner.
         device: of this rank.
         guard: of this launch.
     """
     layout = layout_of(config)
     mesh = Mesh.of(layout, dist.get_rank())
-    tile_places = {name: {Mesh.of(layout, rank).rank for rank in own.compute} for name, own in tiles.items()}
+    holders = {name: {owner} for name, owner in owners.items()}
+    for name, own_team in teams.items():
+        places = {Mesh.of(layout, rank).rank for rank in own_team.compute}
+        holders[name] = places if name in texts else holders[name] | places
+    parts = {name: (texts[name].elements, len(teams[name].compute)) for name in texts}
     shown = tuple(mesh.line[rank] for rank in config.shown_on())
     timeout = timedelta(seconds=config.timeout_seconds)
     transport = choose_transport(config, device, line_group(mesh, timeout))
@@ -102,7 +111,7 @@ def spread(
     for name, model in transformers.items():
         if getattr(pipeline, name) is not model:
             raise SplitError(f"{type(pipeline).__name__} did not take over its component {name!r}; it cannot be split.")
-        beside = held_beside(pipeline, name, transformers, owners, config, tile_places)
+        beside = held_beside(pipeline, name, transformers, owners, config, holders, parts)
         own_fill = _with_shared(fill[name], _shared_with_others(pipeline, name, model))
         sharded = (
             ShardedBlocks(shard_mesh, getattr(model, "_hsdp_shard_conditions", None) or ()) if shard_mesh else None
@@ -117,16 +126,24 @@ def spread(
             component.to(device)
             resolve_inputs(name, component)
         elif not is_owned(component):  # one module can have two names
-            spread_over = tiles.get(name)
-            helps = spread_over is not None and mesh.world_rank in spread_over.compute
-            _place(component, device, has_weights=helps or owners[name] == mesh.rank)
+            team = teams.get(name)
+            helps = team is not None and mesh.world_rank in team.compute
+            _place(component, device, has_weights=helps or (owners[name] == mesh.rank and name not in texts))
             links = owner_links[owners[name]]
             is_decoder = kind_of(type(component)) == "decoder"
             owned = OwnedComponent(name, links, mesh.world_rank, is_decoder, shown, rolling)
-            if spread_over is not None:
-                tile_links = make_tile_links(spread_over, layout, device, timeout, transport)
-                owned.tiles = VaeTiles(name, component, spread_over, tile_links, mesh.world_rank, device, owned.watched)
-                switch_on(component)
+            if team is not None:
+                team_links = make_team_links(team, layout, device, timeout, transport)
+                talk = Talk(team, team_links, mesh.world_rank, device, owned.watched)
+                owned.team = (
+                    TextEncoderParts(name, talk, guard.fail) if name in texts else VaeTiles(name, component, talk)
+                )
+                if name in texts:
+                    rolling.between_calls.append(
+                        partial(refuse_additions, component, frozenset(component.state_dict()), "text_encoder_tp_size")
+                    )
+                else:
+                    switch_on(component)
             own(component, owned)
     if mesh.world_rank != 0:
         pipeline.set_progress_bar_config(disable=True)
@@ -161,22 +178,25 @@ def held_beside(
     transformers: Mapping[str, nn.Module],
     owners: Mapping[str, int],
     config: ParallelConfig,
-    tile_places: Mapping[str, Collection[int]] = MappingProxyType({}),
+    holders: Mapping[str, Collection[int]] = MappingProxyType({}),
+    parts: Mapping[str, tuple[int, int]] = MappingProxyType({}),
 ) -> list[Component]:
     """What the rank of each stage holds besides that stage of one transformer.
 
-    That is its stage of every other transformer, about an even share, the components that it owns or whose tiles it computes
-    (`tile_places`, ranks within a line), and those that every rank
-    has; of the ranks of a stage in several replicas the one that holds most counts. A VAE that shall have a rank of its own
-    has the one that owns it, else the last one.
+    That is its stage of every other transformer, about an even share, the components that it owns or that it helps to compute
+    (`holders`, ranks within a line; default: the owners), its parts of text encoders that are cut (`parts`: the number of
+    their elements and of parts), and those that every rank has; of the ranks of a stage in several replicas the one that
+    holds most counts. A VAE that shall have a rank of its own has the one that owns it, else the last one.
     """
     stages = config.pipeline_parallel_size
     sizes = {key: _bytes(part) for key, part in pipeline.components.items() if isinstance(part, nn.Module)}
+    for key, (elements, count) in parts.items():  # a part's own size would not be the same on every rank
+        sizes[key] = elements * next(pipeline.components[key].parameters()).element_size() // count
     shares = stages * (config.hsdp_shard_size or 1)
     others = sum(sizes[other] for other in transformers if other != name) // shares
     everywhere = sum(size for key, size in sizes.items() if key not in transformers and key not in owners)
     owned = [
-        sum(sizes.get(key, 0) for key, owner in owners.items() if rank == owner or rank in tile_places.get(key, ()))
+        sum(sizes.get(key, 0) for key, owner in owners.items() if rank in holders.get(key, (owner,)))
         for rank in range(config.line_size)
     ]
     alone = owners.get("vae", stages - 1) % stages if config.vae_placement == "shared" else None

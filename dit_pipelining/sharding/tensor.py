@@ -79,12 +79,13 @@ def apply_tensor_parallel(model: nn.Module, group: dist.ProcessGroup, blocks: Se
     return shards
 
 
-def refuse_additions(model: nn.Module, known: frozenset[str]) -> None:
-    """Refuse weights that came into a transformer's blocks after it was cut: they would be whole where others are not.
+def refuse_additions(model: nn.Module, known: frozenset[str], setting: str = "tensor_parallel_size") -> None:
+    """Refuse weights that came into a model after it was cut: they would be whole where others are not.
 
     Args:
-        model: the cut transformer.
+        model: the cut transformer or text encoder.
         known: names of the tensors of its state dict when it was cut.
+        setting: of the configuration, that had it cut.
 
     Raises:
         ConfigError: names the first of them.
@@ -92,9 +93,9 @@ def refuse_additions(model: nn.Module, known: frozenset[str]) -> None:
     added = sorted(set(model.state_dict(keep_vars=True)) - known)
     if added:
         raise ConfigError(
-            f"{type(model).__name__} got {added[0]!r} after its blocks were cut over tensor-parallel ranks, which covers the "
-            "model's own weights only. Fuse adapters into the weights before (fuse_lora, then parallelize), or leave "
-            "tensor_parallel_size at 1 and use pipeline_parallel_size."
+            f"{type(model).__name__} got {added[0]!r} after it was cut over ranks ({setting}), which covers the model's own "
+            f"weights only. Fuse adapters into the weights before (fuse_lora, then parallelize), or leave {setting} at 1"
+            f"{' and use pipeline_parallel_size' if setting == 'tensor_parallel_size' else ''}."
         )
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from dit_pipelining.sharding.groups import split_sizes
 from dit_pipelining.sharding.tensor_plans import LayerCut
 from dit_pipelining.torch_internals import sum_over_ranks
 
@@ -21,7 +22,7 @@ class Shard:
 
     Attributes:
         dim: along which it is cut.
-        parts: sizes of the stretches along `dim` that are each cut evenly.
+        parts: sizes of the stretches along `dim` that are each cut, as evenly as can be: the first ranks get one more.
         index: of this rank.
         count: of ranks.
         shape: of the whole tensor.
@@ -37,17 +38,34 @@ class Shard:
         """This rank's part of a tensor, or of a slice of a safetensors file, of which nothing else is read then."""
         pieces, start = [], 0
         for part in self.parts:
-            size = part // self.count
-            begin = start + self.index * size
-            pieces.append(whole[(slice(None),) * self.dim + (slice(begin, begin + size),)])
+            sizes = split_sizes(part, self.count)
+            begin = start + sum(sizes[: self.index])
+            pieces.append(whole[(slice(None),) * self.dim + (slice(begin, begin + sizes[self.index]),)])
             start += part
         return torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0].contiguous()
 
+    @property
+    def size(self) -> int:
+        """This rank's part of the dimension that is cut."""
+        return sum(split_sizes(part, self.count)[self.index] for part in self.parts)
 
-class RowParallelLinear(nn.Linear):
-    """A linear layer over this rank's inputs; the sum over the ranks is the layer's output, whole on each of them."""
+
+class OverRanks(nn.Module):
+    """A layer of which each rank of a group holds a part. What is pickled of it is the plain layer, without the group."""
 
     group: dist.ProcessGroup
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = next(cls for cls in type(self).__mro__ if not issubclass(cls, OverRanks))
+        return _blank, (plain,), {key: own for key, own in self.__dict__.items() if key != "group"}
+
+
+def _blank(cls: Any) -> Any:
+    return cls.__new__(cls)
+
+
+class RowParallelLinear(OverRanks, nn.Linear):
+    """A linear layer over this rank's inputs; the sum over the ranks is the layer's output, whole on each of them."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         summed = sum_over_ranks(F.linear(input, self.weight), self.group)
@@ -133,10 +151,8 @@ def cut_layer(layer: nn.Module, cut: LayerCut, group: dist.ProcessGroup) -> dict
             continue
         dim = 1 if cut.style == "row" else 0
         shards[name] = shard = Shard(dim, cut.parts, index, count, tuple(parameter.shape))
-        own = shard.of(parameter.detach())
-        own = own.clone() if own.untyped_storage().nbytes() > own.numel() * own.itemsize else own
-        setattr(layer, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
-    local = sum(cut.parts) // count
+        setattr(layer, name, part_of(parameter, shard))
+    local = Shard(0, cut.parts, index, count, ()).size
     if cut.style == "column":
         layer.out_features = local  # type: ignore[assignment]
     elif cut.style == "row":
@@ -149,3 +165,10 @@ def cut_layer(layer: nn.Module, cut: LayerCut, group: dist.ProcessGroup) -> dict
         if hasattr(layer, "normalized_shape"):
             layer.normalized_shape = (local,)  # type: ignore[assignment]
     return shards
+
+
+def part_of(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
+    """A parameter with a part of this one's data, in memory of its own."""
+    own = shard.of(parameter.detach())
+    own = own.clone() if own.untyped_storage().nbytes() > own.numel() * own.itemsize else own
+    return nn.Parameter(own, requires_grad=parameter.requires_grad)

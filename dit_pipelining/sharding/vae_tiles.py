@@ -15,63 +15,22 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from dit_pipelining.comm.components import OwnerLinks, make_link, portable
-from dit_pipelining.comm.layout import Layout
-from dit_pipelining.comm.links import Work
-from dit_pipelining.comm.packing import pack, tensor_in, unpack
+from dit_pipelining.comm.components import portable
 from dit_pipelining.sharding.deferred import Recorder, parts_of, without_deferred
+from dit_pipelining.sharding.teams import Talk, random_state, set_random_state
 from dit_pipelining.sharding.tile_jobs import Job, Result, Step, run_steps
-from dit_pipelining.sharding.tile_ranks import TileRanks, assign_tiles, usable_paces
+from dit_pipelining.sharding.tile_ranks import assign_tiles, usable_paces
 
 LOGGER = logging.getLogger(__name__)
 
 Task = tuple[list[Step], list[Result]]
 """A job as it travels: what to compute, and which results to return."""
-
-
-@dataclass(frozen=True)
-class TileLinks:
-    """How the ranks of `TileRanks` talk.
-
-    Attributes:
-        helpers: by rank: from the lead to it, and back; on a helper, its own.
-        owners: from the lead to the other owners; None where this rank is not one of several.
-    """
-
-    helpers: Mapping[int, tuple[OwnerLinks, OwnerLinks]]
-    owners: OwnerLinks | None
-
-
-def make_tile_links(
-    ranks: TileRanks, layout: Layout, device: torch.device, timeout: timedelta, transport: str
-) -> TileLinks:
-    """Make the groups; every rank of the launch calls this alike.
-
-    Args:
-        ranks: of one VAE, in this rank's data-parallel copy.
-        layout: of the launch.
-        device: of this rank.
-        timeout: of the groups.
-        transport: how data moves between the ranks, from `choose_transport`.
-    """
-    rank = dist.get_rank()
-    helpers = {}
-    for helper in ranks.compute[1:]:
-        pair = (ranks.lead, helper)
-        there, back = (make_link(source, pair, layout, device, timeout, transport) for source in pair)
-        if rank in pair:
-            helpers[helper] = (there, back)
-    owners = make_link(ranks.lead, ranks.owners, layout, device, timeout, transport)
-    return TileLinks(helpers, owners if rank in ranks.owners and len(ranks.owners) > 1 else None)
 
 
 def switch_on(vae: Any) -> None:
@@ -91,41 +50,22 @@ class VaeTiles:
     Args:
         name: of the VAE in its pipeline, for messages.
         vae: with weights on the ranks that compute.
-        ranks: that have to do with it, this one among them.
-        links: between them.
-        rank: of this process.
-        device: of this process.
-        watched: a context in which what goes wrong with a transfer ends the run.
+        talk: with the ranks that have to do with it.
     """
 
-    def __init__(
-        self,
-        name: str,
-        vae: nn.Module,
-        ranks: TileRanks,
-        links: TileLinks,
-        rank: int,
-        device: torch.device,
-        watched: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    needs_all = False
+
+    def __init__(self, name: str, vae: nn.Module, talk: Talk) -> None:
         self.name = name
         self.vae = vae
-        self.ranks = ranks
-        self.links = links
-        self.rank = rank
-        self.device = device
-        self.watched = watched
-        self.tiles_by_rank = [0] * len(ranks.compute)
+        self.talk = talk
+        self.device = talk.device
+        self.tiles_by_rank = [0] * len(talk.team.compute)
         """On the lead: how many tiles each rank, itself first, has computed since the pipeline was spread."""
         self._recorder = Recorder(vae, self._compute)
         self._paces: dict[str, list[float]] = {}
         self._in_order = False
         self._told = False
-
-    @property
-    def leads(self) -> bool:
-        """Whether the VAE's own code runs on this rank."""
-        return self.rank == self.ranks.lead
 
     def run(self, call: Callable[[], Any]) -> Any:
         """On the lead: one call of the VAE.
@@ -137,62 +77,51 @@ class VaeTiles:
             with self._recorder.active():
                 return without_deferred(call())
         finally:
-            for there, _ in self.links.helpers.values():
-                self._send(there, None)
+            for there, _ in self.talk.links.helpers.values():
+                self.talk.send(there, None)
 
-    def serve(self) -> None:
+    def serve(self, call: Callable[[], Any]) -> None:
         """On another rank: compute tiles until the lead's call has ended; at once where this rank does not help."""
-        if self.rank not in self.links.helpers:
+        if self.talk.own is None:
             return
-        there, back = self.links.helpers[self.rank]
+        there, back = self.talk.own
         parts = parts_of(self.vae)
         while True:
-            tasks = self._receive(there)
+            tasks = self.talk.receive(there)
             if tasks is None:
                 return
             devices = [self.device] if self.device.type == "cuda" else []
             with torch.random.fork_rng(devices=devices):
                 answer = self._timed(tasks, parts)
             if answer["error"] is not None:
-                note = f"raised by a tile of the component {self.name!r} on rank {self.rank}"
+                note = f"raised by a tile of the component {self.name!r} on rank {self.talk.rank}"
                 answer["error"] = portable(answer["error"], note)
-            self._send(back, answer)
+            self.talk.send(back, answer)
             del tasks, answer
-
-    def tell_owners(self, message: Any, flats: Sequence[torch.Tensor]) -> list[Work]:
-        """On the lead: post what a call gave to the owners in other lines of ranks."""
-        link = self.links.owners
-        return link.send(message, flats, link.everyone) if link is not None and self.leads else []
-
-    def hear_lead(self) -> tuple[Any, list[torch.Tensor]]:
-        """On an owner in another line of ranks: what the lead's call gave."""
-        link = self.links.owners
-        assert link is not None  # an owner that does not lead is one of several
-        message = link.receive_header()
-        parts = message["result"].parts if "result" in message else ()
-        return message, link.receive(parts, link.everyone)
 
     def _compute(self, jobs: list[Job]) -> None:
         """Run jobs here and on the helpers; for `Recorder`."""
-        if len(jobs) < len(self.ranks.compute):
+        if len(jobs) < len(self.talk.team.compute):
             self._tell_of_few_tiles(len(jobs))
         if len(jobs) == 1 or self._in_order:
             self._compute_here(jobs)
             return
         kind = jobs[0].steps[0].target
-        paces = self._paces.setdefault(kind, [math.inf] * len(self.ranks.compute))
+        paces = self._paces.setdefault(kind, [math.inf] * len(self.talk.team.compute))
         ranks = assign_tiles([job.cost for job in jobs], usable_paces(paces))
         shares = [[job for job, rank in zip(jobs, ranks, strict=True) if rank == i] for i in range(len(paces))]
-        state = _random_state(self.device)
+        state = random_state(self.device)
         contents = [(own, list(own)) for job in shares[0] for own in job.lists]
-        helpers = [(*link, share) for link, share in zip(self.links.helpers.values(), shares[1:], strict=True) if share]
-        works = [self._start(there, [_task(job) for job in share]) for there, _, share in helpers]
+        helpers = [
+            (*link, share) for link, share in zip(self.talk.links.helpers.values(), shares[1:], strict=True) if share
+        ]
+        works = [self.talk.start(there, [_task(job) for job in share]) for there, _, share in helpers]
         answers = [self._timed([_task(job, here=True) for job in shares[0]], self._recorder.parts)]
         for own in works:
-            self._finish(own)
-        answers += [self._receive(back) for _, back, _ in helpers]
+            self.talk.finish(own)
+        answers += [self.talk.receive(back) for _, back, _ in helpers]
         if any(answer["draws"] for answer in answers):
-            _set_random_state(self.device, state)
+            set_random_state(self.device, state)
             for own, before in contents:
                 own[:] = before
             self._in_order = True
@@ -219,7 +148,7 @@ class VaeTiles:
 
     def _timed(self, tasks: Sequence[Task], parts: Mapping[str, nn.Module]) -> dict[str, Any]:
         """Compute tasks; their results, how long they took, whether they drew random numbers, and what one raised."""
-        before, started = _random_state(self.device), time.perf_counter()
+        before, started = random_state(self.device), time.perf_counter()
         values: list[dict[Result, Any]] = []
         error = None
         try:
@@ -230,7 +159,7 @@ class VaeTiles:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # see [Note: order on the groups of components]
         seconds = time.perf_counter() - started
-        draws = any(not torch.equal(*pair) for pair in zip(before, _random_state(self.device), strict=True))
+        draws = any(not torch.equal(*pair) for pair in zip(before, random_state(self.device), strict=True))
         return {"values": values, "seconds": seconds, "draws": draws, "error": error}
 
     def _tell_of_few_tiles(self, count: int) -> None:
@@ -238,29 +167,8 @@ class VaeTiles:
             self._told = True
             LOGGER.warning(
                 "the component %r has %d tile(s) at this size for %d ranks; smaller tiles (its attributes tile_...) use all.",
-                *(self.name, count, len(self.ranks.compute)),
+                *(self.name, count, len(self.talk.team.compute)),
             )
-
-    def _start(self, link: OwnerLinks, value: Any) -> Any:
-        packed, flats = pack(value)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        with self.watched():
-            return link.send(packed, flats, link.everyone), flats
-
-    def _finish(self, started: Any) -> None:
-        works, _ = started
-        with self.watched():
-            for work in works:
-                work.wait()
-
-    def _send(self, link: OwnerLinks, value: Any) -> None:
-        self._finish(self._start(link, value))
-
-    def _receive(self, link: OwnerLinks) -> Any:
-        with self.watched():
-            packed = link.receive_header()
-            return unpack(packed, tensor_in(link.receive(packed.parts, link.everyone)))
 
 
 def _task(job: Job, *, here: bool = False) -> Task:
@@ -276,13 +184,3 @@ def _raise_first(jobs: Sequence[Job], shares: Sequence[Sequence[Job]], answers: 
     ]
     if failed:
         raise min(failed, key=lambda pair: pair[0])[1]
-
-
-def _random_state(device: torch.device) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
-def _set_random_state(device: torch.device, state: Sequence[torch.Tensor]) -> None:
-    torch.set_rng_state(state[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[1], device)

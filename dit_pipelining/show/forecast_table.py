@@ -65,9 +65,8 @@ def _seconds(picture: Picture) -> Text:
         moved = ", ".join(duration(seconds) for seconds in load.transfer_seconds)
         lines.insert(2, f"transfers: {moved}; a result: {duration(load.result_seconds)}")
     if load.encode_seconds or load.decode_seconds:
-        lines.insert(
-            -1, f"beside the loop: encoding {duration(load.encode_seconds)}, decoding {duration(load.decode_seconds)}"
-        )
+        encoding = duration(load.encode_seconds) + (f" on {load.encode_parts} ranks" if load.encode_parts > 1 else "")
+        lines.insert(-1, f"beside the loop: encoding {encoding}, decoding {duration(load.decode_seconds)}")
     return Text("\n".join(f" {line}" for line in lines))
 
 

@@ -30,6 +30,7 @@ def as_data(picture: Picture) -> dict[str, Any]:
             blocks: name, kind, stage, parameter_bytes, flops, seconds;
             boundaries: bytes, and tensors: name, origin, shape, dtype, bytes, relayed;
             predicted: stage_seconds and transfer_seconds of one call, result_seconds, encode_seconds, decode_seconds,
+            encode_parts (ranks that encode together),
             requests, steps, calls_per_step, replicas, schedule, and what comes of it: step_seconds, steps_per_second,
             bubble (a fraction of the loop), makespan in seconds, utilisation of each rank.
         target: devices and links by name, limits in bytes, source of the seconds.

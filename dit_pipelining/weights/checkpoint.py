@@ -77,22 +77,23 @@ class Checkpoint:
         return by_file
 
 
-def open_checkpoint(folder: str | Path, variant: str | None = None) -> Checkpoint:
+def open_checkpoint(folder: str | Path, variant: str | None = None, stem: str = WEIGHTS) -> Checkpoint:
     """Find the tensors in a model's folder: one safetensors file, or several with an index.
 
     Args:
         folder: of the model itself, for example `wan/transformer`.
         variant: as in diffusers, for example `"fp16"` for `diffusion_pytorch_model.fp16.safetensors`.
+        stem: how the files' names begin; the transformers library's with `"model"`.
 
     Raises:
         CheckpointError: there are no safetensors files, or a file that the index names is missing.
     """
     folder = Path(folder)
     suffix = f".{variant}" if variant else ""
-    index = folder / f"{WEIGHTS}.safetensors.index{suffix}.json"
+    index = folder / f"{stem}.safetensors.index{suffix}.json"
     if index.is_file():
         return Checkpoint(folder, _files_of_index(folder, index))
-    single = folder / f"{WEIGHTS}{suffix}.safetensors"
+    single = folder / f"{stem}{suffix}.safetensors"
     if single.is_file():
         return Checkpoint(folder, _files_of_single(single))
     present = sorted(path.name for path in folder.glob("*")) if folder.is_dir() else []

@@ -3,7 +3,7 @@
 import inspect
 import json
 import tempfile
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from dit_pipelining.comm.packing import pack, tensor_in, unpack
 from dit_pipelining.errors import SplitError
+from dit_pipelining.sharding.text_plans import is_text_encoder
 from dit_pipelining.sharding.tile_ranks import can_spread
 from dit_pipelining.weights.checkpoint import has_variant
 from dit_pipelining.weights.load import release_weights
@@ -38,11 +39,12 @@ def components_in_folder(
     for name, entry in index.items():
         if not isinstance(entry, list) or len(entry) != 2 or name in given:
             continue
-        cls = _component_class(*entry)
+        cls = component_class(*entry)
         kind = kind_of(cls) if cls is not None else None
         if cls is not None and kind is not None:
             files = [file for pattern in WEIGHT_FILES for file in (folder / name).glob(pattern)]
-            found[name] = ComponentSize(kind, sum(file.stat().st_size for file in files), can_spread(cls))
+            size = sum(file.stat().st_size for file in files)
+            found[name] = ComponentSize(kind, size, can_spread(cls), is_text_encoder(cls))
     return found
 
 
@@ -53,7 +55,8 @@ def components_in_memory(components: Mapping[str, Any]) -> dict[str, ComponentSi
         kind = kind_of(type(component)) if isinstance(component, nn.Module) else None
         if kind is not None:
             size = sum(p.numel() * p.itemsize for p in component.parameters())
-            found[name] = ComponentSize(kind, size, can_spread(type(component)))
+            cls = type(component)
+            found[name] = ComponentSize(kind, size, can_spread(cls), is_text_encoder(cls))
     return found
 
 
@@ -84,18 +87,39 @@ def load_on_owners(
     """
     rank = dist.get_rank()
     mine = [name for name, owner in owners.items() if rank in (owner, *helpers.get(name, ()))]
+    loading = {*owners.values(), *(helper for name in owners for helper in helpers.get(name, ()))}
+    return load_and_describe(lambda: _load(folder, index, mine, options) if mine else {}, owners, loading, group)
+
+
+def load_and_describe(
+    load: Callable[[], dict[str, nn.Module]],
+    owners: Mapping[str, int],
+    loading: Collection[int],
+    group: dist.ProcessGroup,
+) -> dict[str, nn.Module]:
+    """Load what this rank has, and get what others have without weights; all ranks of the group call this.
+
+    Args:
+        load: gives this rank's components by name.
+        owners: for each component, the rank that describes it to the others.
+        loading: all ranks that load any.
+        group: of these and of those that get descriptions, over gloo.
+
+    Raises:
+        Exception: what loading raised, on every rank.
+    """
+    rank = dist.get_rank()
     loaded: dict[str, nn.Module] = {}
     packed: dict[str, Any] = {}
     error: Exception | None = None
     try:
-        loaded = _load(folder, index, mine, options) if mine else {}
+        loaded = load()
         packed = {name: _packed(name, part) for name, part in loaded.items() if owners[name] == rank}
     except Exception as raised:
         error = raised
     found = dict(loaded)
     inside = dist.get_process_group_ranks(group)
-    loading = {*owners.values(), *(helper for name in owners for helper in helpers.get(name, ()))}
-    for source in sorted(loading.intersection(inside)):
+    for source in sorted(set(loading).intersection(inside)):
         box: list[Any] = [_failed(error) or packed] if source == rank else [None]
         dist.broadcast_object_list(box, src=source, group=group)
         if isinstance(box[0], SplitError):
@@ -158,7 +182,7 @@ def _pipeline_of(names: Sequence[str]) -> Any:
     return type("Parts", (diffusers.DiffusionPipeline,), {"__init__": init})
 
 
-def _component_class(library: str | None, name: str | None) -> type | None:
+def component_class(library: str | None, name: str | None) -> type | None:
     """The class a model_index.json names, if it is one of diffusers, transformers, or of one of diffusers' pipelines."""
     if library is None or name is None:
         return None

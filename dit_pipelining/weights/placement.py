@@ -30,11 +30,21 @@ class ComponentSize:
         kind: of the component.
         bytes: of its weights.
         tiles: its tiles can be spread over ranks.
+        text: it may be a text encoder.
+        parts: into how many parts it is cut; each rank has one.
+        ranks: that have a part, of those among which it is placed: its owner and the ones after it.
     """
 
     kind: Kind
     bytes: int
     tiles: bool = False
+    text: bool = False
+    parts: int = 1
+    ranks: int = 1
+
+    def holders(self, owner: int, world_size: int) -> list[int]:
+        """The ranks that have a part, or all of it."""
+        return [(owner + i) % world_size for i in range(self.ranks)]
 
 
 def kind_of(cls: type) -> Kind | None:
@@ -84,15 +94,24 @@ def place_components(
 def _best_move(
     components: Mapping[str, ComponentSize], owners: Mapping[str, int], movable: Sequence[str], world_size: int
 ) -> tuple[str, int] | None:
-    loads = [0] * world_size
-    for name, owner in owners.items():
-        loads[owner] += components[name].bytes
+    loads = _loads(components, owners, world_size)
     heaviest, lightest = loads.index(max(loads)), loads.index(min(loads))
     best, best_load = None, (1 - WORTH_MOVING) * loads[heaviest]
     for name in movable:
-        if owners[name] == heaviest:
-            size = components[name].bytes
-            after = max(loads[heaviest] - size, loads[lightest] + size)
-            if after <= best_load and after < loads[heaviest]:
-                best, best_load = (name, lightest), after
+        part = components[name]
+        before = part.holders(owners[name], world_size)
+        for target in range(world_size) if part.parts > 1 else [lightest]:
+            after = _loads(components, {**owners, name: target}, world_size)
+            load = max(after[rank] for rank in {*before, *part.holders(target, world_size)})
+            if heaviest in before and load <= best_load and load < loads[heaviest]:
+                best, best_load = (name, target), load
     return best
+
+
+def _loads(components: Mapping[str, ComponentSize], owners: Mapping[str, int], world_size: int) -> list[int]:
+    loads = [0] * world_size
+    for name, owner in owners.items():
+        part = components[name]
+        for rank in part.holders(owner, world_size):
+            loads[rank] += part.bytes // part.parts
+    return loads

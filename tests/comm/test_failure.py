@@ -54,6 +54,14 @@ def test_a_rank_that_cannot_be_woken_prints_the_cause_and_exits(wan: Path) -> No
     assert "[rank 0] rank 1 failed: KeyError: 'only on rank 1'" in stuck.errors
 
 
+@pytest.mark.full
+def test_a_part_of_a_text_encoder_that_fails_ends_the_others_that_wait_in_a_sum(wan: Path) -> None:
+    waiting, failed = faults.run("part", wan)
+    assert (waiting.code, failed.code) == (1, 1)
+    assert "RemoteRankError: rank 1 failed: MemoryError: only on rank 1" in waiting.errors
+    assert "RemoteRankError" not in failed.errors
+
+
 def load_where_rank_1_lacks_a_shard(folders: list[Path]) -> str:
     with pytest.raises((CheckpointError, RemoteRankError)) as caught:
         load_pipeline(folders[dist.get_rank()], ParallelConfig(pipeline_parallel_size=2))

@@ -51,9 +51,9 @@ def test_seconds_and_bytes_grow_with_the_size():
 
 def test_the_partitioner_gets_their_share_of_a_call():
     beside = components_of(preset("flux.1-dev"), Size(1024, 1024, 1), 2, H200, None)
-    encoder, vae = beside.for_partitioner(50)
+    encoder, vae = beside.for_partitioner(50, 2)
     assert (encoder.name, vae.name) == ("text_encoder", "vae")
     assert vae.seconds == beside.decode_seconds / 50
     assert vae.bytes == beside.vae_bytes + beside.decode_bytes
     none = components_of(preset("dit-xl-2-256"), Size(256, 256, 1), 2, H200, None)
-    assert [component.name for component in none.for_partitioner(50)] == ["vae"]
+    assert [component.name for component in none.for_partitioner(50, 2)] == ["vae"]

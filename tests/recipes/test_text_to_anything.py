@@ -39,6 +39,16 @@ def test_a_video_over_two_replicas_of_two_stages_is_that_of_one_process(tmp_path
 
 
 @pytest.mark.full
+def test_a_video_with_a_text_encoder_over_two_ranks_is_that_of_one_process(tmp_path: Path) -> None:
+    model = checkpoints.wan(tmp_path / "wan")
+    size = ["--height", "32", "--width", "32", "--num-frames", "5", "--num-inference-steps", "2"]
+    flags = ["--model", str(model), "--prompt", "a red cat", *size]
+    alone = output_of("text_to_video.py", 1, tmp_path / "one.mp4", *flags)
+    two = output_of("text_to_video.py", 2, tmp_path / "two.mp4", *flags, "--text-encoder-tp-size", "2")
+    assert np.abs(two.astype(int) - alone.astype(int)).max() <= 1  # rounding to bytes, and a video's compression
+
+
+@pytest.mark.full
 def test_a_video_over_ranks_that_share_tokens_is_that_of_one_process(tmp_path: Path) -> None:
     model = checkpoints.wan(tmp_path / "wan")
     size = ["--height", "32", "--width", "32", "--num-frames", "5", "--num-inference-steps", "2"]

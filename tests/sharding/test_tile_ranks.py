@@ -1,4 +1,4 @@
-"""Which ranks compute tiles, and who takes which."""
+"""Which rank takes which tile."""
 
 import math
 from itertools import product
@@ -6,30 +6,7 @@ from itertools import product
 import diffusers
 import pytest
 
-from dit_pipelining.comm.layout import Layout
-from dit_pipelining.sharding.tile_ranks import WIDEST_PACE, assign_tiles, can_spread, tile_ranks, usable_paces
-
-
-def test_helpers_are_the_ranks_before_the_owner() -> None:
-    ranks = tile_ranks(Layout(pipeline=4), rank=0, owner=3, size=3)
-    assert ranks.compute == (3, 2, 1)
-    assert ranks.owners == (3,)
-    assert tile_ranks(Layout(pipeline=4), rank=2, owner=1, size=4).compute == (1, 0, 3, 2)
-
-
-def test_owners_of_all_lines_compute_first_and_copies_stay_apart() -> None:
-    layout = Layout(data=2, pipeline=2, ulysses=2)  # lines 0, 2 and 1, 3; the second copy from 4 on
-    ranks = tile_ranks(layout, rank=0, owner=1, size=3)
-    assert ranks.owners == (2, 3)
-    assert ranks.compute == (2, 3, 1)
-    assert tile_ranks(layout, rank=7, owner=1, size=2).compute == (6, 7)
-    eight = tile_ranks(Layout(ring=2, ulysses=4), rank=5, owner=0, size=8)
-    assert eight.compute == eight.owners == tuple(range(8))
-
-
-def test_all_ranks_of_a_copy_agree() -> None:
-    layout = Layout(cfg=2, pipeline=2, tensor=2)
-    assert len({tile_ranks(layout, rank, owner=3, size=5) for rank in range(8)}) == 1
+from dit_pipelining.sharding.tile_ranks import WIDEST_PACE, assign_tiles, can_spread, usable_paces
 
 
 def slowest(costs: list[float], paces: list[float], chosen: list[int]) -> float:

@@ -49,7 +49,7 @@ def made(pipeline: Any, **call: Any) -> Any:
 
 
 def tiles_by_rank(vae: Any) -> list[int]:
-    found: list[int] = vae.__dict__["_dit_pipelining_owned"].tiles.tiles_by_rank
+    found: list[int] = vae.__dict__["_dit_pipelining_owned"].team.tiles_by_rank
     return found
 
 

@@ -63,5 +63,15 @@ def test_the_users_choice_stands() -> None:
     assert placed(2, chosen={"t5": 0, "llama": 0, "vae": "all"}, t5=9, llama=9, vae=1) == {"t5": 0, "llama": 0}
 
 
+def test_parts_of_an_encoder_count_on_each_of_their_ranks() -> None:
+    def split(**sizes: float) -> dict:
+        return {name: ComponentSize("encoder", int(size * GB), parts=2, ranks=2) for name, size in sizes.items()}
+
+    assert place_components(split(llama=16, t5=9.5), 4, [3]) == {"llama": 0, "t5": 2}
+    assert place_components(split(llama=16, t5=9.5), 2, [1]) == {"llama": 0, "t5": 0}
+    both = split(t5=9.5) | {"vae": ComponentSize("decoder", 3 * GB), "clip": ComponentSize("encoder", GB)}
+    assert place_components(both, 3, [2]) == {"t5": 0, "vae": 2, "clip": 2}
+
+
 def test_components_of_no_size_stay_in_place() -> None:
     assert placed(2, a=0, b=0, vae=0) == {"a": 0, "b": 0, "vae": 1}
