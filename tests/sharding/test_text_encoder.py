@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers as tf
+from peft import LoraConfig, inject_adapter_in_model
 
+from dit_pipelining.errors import ConfigError
 from dit_pipelining.sharding.text_encoder import check_text_encoder, cut_text_encoder
 from tests.distributed import RankPool
 from tests.sharding.test_tensor import largest_error
@@ -123,18 +126,72 @@ def outputs(model: Any) -> list[torch.Tensor]:
     return [*states, *(found[key] for key in ("logits", "text_embeds", "pooler_output") if found.get(key) is not None)]
 
 
-def errors(names: tuple[str, ...]) -> dict[str, tuple[float, int, int]]:
-    """By encoder: the largest error, the elements of this rank's weights, and those of all."""
+PATCHES = dict(hidden_states=(16, 96), grid_thw=[[1, 4, 4]])
+IMAGES = dict(pixel_values=(1, 3, 16, 16))
+TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen 2.5 VL": ("model.visual", PATCHES),
+    "Qwen 3 VL": ("model.visual", PATCHES),
+    "Mistral 3": ("model.vision_tower", IMAGES | dict(image_sizes=[[16, 16]])),
+    "Gemma 3": ("model.vision_tower", IMAGES),
+}
+"""Parts of encoders that look at images: their names, and what goes in, shapes of random tensors or values."""
+
+
+def of_an_image(name: str, model: Any) -> list[torch.Tensor]:
+    if name not in TOWERS:
+        return []
+    tower, inputs = TOWERS[name]
+    generator = torch.Generator().manual_seed(2)
+    made = {
+        key: torch.randn(value, generator=generator) if isinstance(value, tuple) else torch.tensor(value)
+        for key, value in inputs.items()
+    }
+    found = model.get_submodule(tower)(**made)
+    return [found.last_hidden_state]
+
+
+def errors(names: tuple[str, ...]) -> dict[str, float]:
+    """By encoder: the largest error of what it makes of tokens and of images."""
     found = {}
     for name in names:
         model = made(name)
-        expected = outputs(model)
+        expected = outputs(model) + of_an_image(name, model)
         whole = sum(parameter.numel() for parameter in model.parameters())
         cut_text_encoder(model, check_text_encoder("text_encoder", model, dist.get_world_size()), dist.group.WORLD)
-        found[name] = largest_error(outputs(model), expected), sum(own.numel() for own in model.parameters()), whole
+        found[name] = largest_error(outputs(model) + of_an_image(name, model), expected)
+        assert sum(own.numel() for own in model.parameters()) < 0.8 * whole
     return found
 
 
 def test_encoders_on_two_ranks_compute_what_the_whole_ones_do(ranks: RankPool) -> None:
     for found in ranks.run(2, errors, tuple(ENCODERS)):
-        assert not {name: own for name, own in found.items() if not own[0] < TOLERANCE}
+        assert set(found) == set(ENCODERS)
+        assert not {name: error for name, error in found.items() if not error < TOLERANCE}
+
+
+def looked_up() -> bool:
+    model = made("Gemma 3")
+    table = model.get_input_embeddings()
+    ids = torch.tensor([[0, 30, 31, 60]])  # both ranks' first and last tokens
+    expected = table(ids)
+    cut_text_encoder(model, check_text_encoder("text_encoder", model, 2), dist.group.WORLD)
+    with pytest.raises(IndexError):
+        table(torch.tensor([[3, 61]]))
+    return torch.equal(table(ids), expected) and table.weight.shape[0] < 61
+
+
+def test_tokens_are_looked_up_bit_for_bit(ranks: RankPool) -> None:
+    assert all(ranks.run(2, looked_up))
+
+
+def test_what_stands_in_the_way_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"'llm': 4 does not divide the 2 heads of layers\.0\.self_attn\.k_proj.*: 1, 2\."
+    ):
+        check_text_encoder("llm", made("Llama"), 4)
+    with pytest.raises(ConfigError, match="not known how to split a GPT2Model"):
+        check_text_encoder("llm", tf.GPT2Model(tf.GPT2Config(n_embd=8, n_layer=1, n_head=2)), 2)
+    adapted = made("CLIP")
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["fc1"]), adapted)
+    with pytest.raises(ConfigError, match=r"mlp\.fc1 of CLIPTextModel is a Linear, .* without adapters"):
+        check_text_encoder("llm", adapted, 2)
