@@ -94,6 +94,7 @@ def test_the_environments_strategy_beats_the_files_stages(
         ("TIMEOUT_SECONDS", "2.5", "timeout_seconds", 2.5),
         ("RANKS", "24GB*2", "ranks", "24GB*2"),
         ("BLOCKS", "[blocks]", "blocks", ["blocks"]),
+        ("TEXT_ENCODER_TP_SIZE", "{text_encoder_2: 1}", "text_encoder_tp_size", {"text_encoder_2": 1}),
     ],
 )
 def test_the_environments_text_becomes_the_fields_type(variable: str, text: str, field: str, value: Any) -> None:
