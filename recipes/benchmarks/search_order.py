@@ -35,8 +35,8 @@ from dit_pipelining.planning.models import SizeRequest
 from dit_pipelining.planning.search import search, sharded_costs
 from dit_pipelining.planning.work import ModelWork
 
-BLOCKS = 4
-STEPS = 2
+BLOCKS = 12
+STEPS = 3
 APART = 1.1
 
 
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--device", default="h200")
     parser.add_argument("--link", default="pcie")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=12.0, help="that the best way is brought to")
+    parser.add_argument("--seconds", type=float, default=8.0, help="that the best way is brought to")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     work = work_alone(args.model, args.device)
