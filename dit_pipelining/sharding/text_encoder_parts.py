@@ -77,6 +77,7 @@ class TextEncoderParts:
             yield
         finally:
             timer.cancel()
+            timer.join(AGREEMENT_SECONDS)  # a thread within the store's code would abort a process that ends meanwhile
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
