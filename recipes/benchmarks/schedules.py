@@ -136,13 +136,13 @@ def measure_parts(stages: int, replicas: int, seconds: float) -> Parts:
         if mesh.rank < 2:
             for sender in (0, 1):
                 for tensor in boundary:
-                    group = links[0].hops[0].group
+                    group = links[0].hops[0].wire.group
                     (dist.send if mesh.rank == sender else dist.recv)(tensor, 1 - mesh.rank, group)
 
     def around() -> None:
         for root in range(mesh.size):  # each has to have received before it sends
             for tensor in result:
-                dist.broadcast(tensor, root, group=links[0].results)
+                dist.broadcast(tensor, root, group=links[0].results.group)
 
     times = torch.tensor([median_seconds(there_and_back) / 2, median_seconds(around) / mesh.size])
     dist.broadcast(times, 0)
