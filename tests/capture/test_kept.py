@@ -50,6 +50,7 @@ def test_a_result_is_computed_once_for_the_same_tensors() -> None:
 
 def test_a_long_lived_input_gathers_nothing_from_short_lived_ones() -> None:
     kept, shared = kept_function(Counted()), torch.ones(2)
+    gc.collect()  # what other tests have left
     before = len(weakref.finalize._registry)  # type: ignore[attr-defined]
     for _ in range(50):
         kept.get(nn.Module(), leaves(shared, torch.ones(2)))

@@ -93,8 +93,8 @@ def replicas_used(folder: Path) -> list[int]:
     chosen: list[int] = []
     choose = rolling._next_replica
 
-    def logged() -> int:
-        chosen.append(choose())
+    def logged(*args: Any) -> int:
+        chosen.append(choose(*args))
         return chosen[-1]
 
     rolling._next_replica = logged  # type: ignore[method-assign]
