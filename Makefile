@@ -11,32 +11,38 @@ export HF_HUB_OFFLINE ?= 1
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 
 BIN := $(VENV)/bin
-# The stamp's name holds what was asked for, so that another TORCH or PYTHON installs anew and the same does not.
-STAMP := $(VENV)/.installed-$(firstword $(shell echo '$(PYTHON) $(TORCH)' | cksum))
+# The stamps' names hold what was asked for, so that another TORCH or PYTHON installs anew and the same does not.
+ASKED := $(firstword $(shell echo '$(PYTHON) $(TORCH)' | cksum))
+RECIPES := $(VENV)/.installed-recipes-$(ASKED)
+DEV := $(VENV)/.installed-dev-$(ASKED)
 
 .PHONY: demo test test-all check clean
 
-demo: $(STAMP)
+demo: $(RECIPES)
 	$(BIN)/python recipes/demo.py
 
-test: $(STAMP)
+test: $(DEV)
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not full"
 
-test-all: $(STAMP)
+test-all: $(DEV)
 	$(BIN)/pytest $(SIDE_BY_SIDE)
 
-check: $(STAMP)
+check: $(DEV)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 # Torch first, as its own step: which build fits the machine's accelerator is the user's choice, not a dependency's.
-$(STAMP): pyproject.toml
+$(RECIPES): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --editable ".[recipes]"
 	rm -f $(VENV)/.installed-*
+	touch $@
+
+$(DEV): $(RECIPES)
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 
 clean:
