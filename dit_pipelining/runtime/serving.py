@@ -8,6 +8,7 @@ denoising step of all requests in flight. While there are none, rank 0 waits at 
 second.
 """
 
+import pickle
 import queue
 import threading
 import time
@@ -59,6 +60,7 @@ class RequestFuture(Future[Any]):
 class _Submission:
     index: int
     arguments: Mapping[str, Any]
+    message: bytes
     future: RequestFuture
     on_step: OnStep | None
     deadline: float | None
@@ -70,13 +72,13 @@ class _News:
     """What rank 0 tells the others at the door.
 
     Attributes:
-        joining: index and arguments of requests that join the ring.
+        joining: index and pickled arguments of requests that join the ring.
         cancelled: index of requests that end at their next wait, and why.
         ended: index of those that have ended since the last time, and the type of the error they raised.
         closed: no request is left, and none will come.
     """
 
-    joining: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
+    joining: list[tuple[int, bytes]] = field(default_factory=list)
     cancelled: list[tuple[int, str]] = field(default_factory=list)
     ended: list[tuple[int, str]] = field(default_factory=list)
     closed: bool = False
@@ -115,24 +117,26 @@ class RequestQueue:
         Args:
             timeout: seconds from now after which the request is cancelled; its result raises TimeoutError.
             on_step: called after each of its denoising steps.
-            arguments: of the pipeline's call. Give a `generator` each: without one, every request starts from the same
-                random state.
+            arguments: of the pipeline's call, as they are now: the ranks get copies. Give a `generator` each: without one,
+                every request starts from the same random state.
 
         Raises:
             QueueFullError: as many requests wait as the queue takes.
+            InputError: an argument cannot be sent to the other ranks; names it.
             ConfigError: this rank does not lead.
         """
         if not self.leads:
             raise ConfigError("only rank 0 takes requests: submit them where `queue.leads` is true.")
         if self._error is not None:
             raise self._error
+        message = b"" if self._rolling is None else _message(arguments)
         with self._lock:
             if self._closing.is_set():
                 raise ConfigError("the queue is closed; submit requests inside the `with serve(...)` block.")
             index, self._count = self._count, self._count + 1
             future = RequestFuture(lambda: self._ask(index, "it was cancelled"))
             deadline = None if timeout is None else time.monotonic() + timeout
-            own = _Submission(index, arguments, future, on_step, deadline)
+            own = _Submission(index, arguments, message, future, on_step, deadline)
             try:
                 self._waiting.put_nowait(own)
             except queue.Full:
@@ -209,8 +213,9 @@ class RequestQueue:
             for index, reason in news.cancelled:
                 if index in self._running:
                     self._running[index].cancelled = reason
-            for index, arguments in news.joining:
-                self._let_in(rolling, index, arguments)
+            for index, message in news.joining:
+                # Rank 0 takes what it sends: a generator that several requests share would draw otherwise there.
+                self._let_in(rolling, index, pickle.loads(message))
             if news.closed:
                 return
             door.submitted = 1  # so that the turn passes
@@ -238,12 +243,12 @@ class RequestQueue:
         if not self._running and self._waiting.empty() and not self._closing.is_set():
             self._something.wait(IDLE_SECONDS)
         self._something.clear()
-        joining: list[tuple[int, Mapping[str, Any]]] = []
+        joining: list[tuple[int, bytes]] = []
         room = self._max_in_flight - len(self._running) + len(self._ended)
         while room > len(joining) and not self._waiting.empty():
             own = self._waiting.get_nowait()
             if self._starts(own):
-                joining.append((own.index, own.arguments))
+                joining.append((own.index, own.message))
         now = time.monotonic()
         for own in list(self._submissions.values()):
             if own.deadline is not None and now > own.deadline and not own.reason:
@@ -293,6 +298,30 @@ class RequestQueue:
             own.future.set_exception(output)
         else:
             own.future.set_result(output)
+
+
+def _message(arguments: Mapping[str, Any]) -> bytes:
+    """A request as it goes to the other ranks; what cannot must fail here, since at the door it would end the queue.
+
+    Raises:
+        InputError: names the argument.
+    """
+    try:
+        return pickle.dumps(dict(arguments))
+    except Exception as error:
+        name = next((name for name, value in arguments.items() if not _can_travel(value)), "a request")
+        raise InputError(
+            f"{name}={arguments.get(name)!r} cannot be sent to the other ranks ({type(error).__name__}: {error}). A function "
+            "has to be one of a module, neither a lambda nor one inside another function; for progress use `on_step`."
+        ) from error
+
+
+def _can_travel(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True
 
 
 def _step_bars(on_step: OnStep | None) -> Bars:

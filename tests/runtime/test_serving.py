@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dit_pipelining.api import ParallelConfig, load_pipeline, serve
-from dit_pipelining.errors import ConfigError
+from dit_pipelining.errors import ConfigError, InputError
 from dit_pipelining.runtime.serving import QueueFullError, RequestFuture, RequestQueue
 from tests import checkpoints
 from tests.distributed import RankPool
@@ -54,6 +54,8 @@ def served(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
 def lead(queue: RequestQueue) -> dict[str, Any]:
     steps: list[tuple[int, int | None]] = []
     futures = [queue.submit(**seeded(index)) for index in range(3)]
+    with pytest.raises(InputError, match=r"callback_on_step_end=.*cannot be sent to the other ranks"):
+        queue.submit(**seeded(0), callback_on_step_end=lambda *step: {})
     wrong = queue.submit(**{**seeded(3), "height": 17})
     long = {**seeded(4), "num_inference_steps": 500}
     cancelled, late = queue.submit(**long), queue.submit(timeout=0.5, **long)
@@ -65,7 +67,9 @@ def lead(queue: RequestQueue) -> dict[str, Any]:
     errors = [future.exception(timeout=100) for future in (wrong, late)]
     with pytest.raises(CancelledError):
         cancelled.result(timeout=100)
-    idle = queue.submit(**seeded(5))  # when nothing else runs any more
+    shared = seeded(5)
+    idle = queue.submit(**shared)  # when nothing else runs any more
+    shared["generator"].manual_seed(0)  # a request is what it was when it was submitted
     results = [future.result(timeout=100).frames for future in (*futures, idle)]
     return dict(results=results, errors=[(type(error).__name__, str(error)) for error in errors], steps=steps)
 
