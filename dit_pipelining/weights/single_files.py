@@ -65,7 +65,14 @@ def mapped_gguf(path: Path) -> dict[str, torch.Tensor]:
 
     try:
         reader = gguf.GGUFReader(path)
-    except (OSError, ValueError) as error:
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        ArithmeticError,
+        TypeError,
+        MemoryError,
+    ) as error:  # of any part of a header
         raise CheckpointError(f"cannot read {path}: {error}. Download or copy the file again.") from error
     tensors: dict[str, torch.Tensor] = {}
     for tensor in reader.tensors:

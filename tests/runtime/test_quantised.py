@@ -277,3 +277,9 @@ def test_a_file_that_is_no_transformer_is_refused(plain: Path, tmp_path: Path, t
     (tmp_path / "broken.gguf").write_bytes(b"GGU")
     with pytest.raises(CheckpointError, match=r"cannot read .*broken\.gguf"):
         load_pipeline(plain, two_ranks, transformer=str(tmp_path / "broken.gguf"))
+    whole = (plain / "q8.gguf").read_bytes()
+    for size in (0, 12, 30, 200, 2000, len(whole) // 2):  # in each part of the header, and in the tensors
+        cut = tmp_path / f"cut{size}.gguf"
+        cut.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=rf"cannot read .*{cut.name}"):
+            load_pipeline(plain, two_ranks, transformer=cut)
