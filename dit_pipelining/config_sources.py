@@ -150,7 +150,7 @@ def _as_fields(source: _Source) -> dict[str, Any]:
                 raise ConfigError(f"{source.of(key)} contradicts {source.of(field)}; give one of them.")
             found[field] = source.settings[key]
     if "block_partition" in source.settings:
-        meaning = BLOCK_PARTITIONS.get(source.settings["block_partition"])
+        meaning = BLOCK_PARTITIONS.get(str(source.settings["block_partition"]))
         if meaning is None:
             raise ConfigError(f"{source.of('block_partition')}: expected one of {', '.join(BLOCK_PARTITIONS)}.")
         found = {**meaning, **found}
