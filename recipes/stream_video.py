@@ -222,7 +222,7 @@ def show(stream: VideoStream, source: Source, args: argparse.Namespace) -> None:
             display.update(metrics.read(), stream.loads(), consumer.dropped, len(stream.levels))
     consumer.close()
     writer.close()
-    print(f"video: {args.output}")
+    print(f"\nvideo: {args.output}")
 
 
 def watched(stream: VideoStream, source: Source, metrics: StreamMetrics) -> Iterator[Any]:

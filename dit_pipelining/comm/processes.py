@@ -23,7 +23,8 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int, start_method: s
         function: what every rank runs.
         args: its arguments.
         nproc: number of ranks.
-        start_method: `"spawn"` (default): new interpreters, which import the function, so it must be in a file. `"fork"`
+        start_method: `"spawn"` (default): new interpreters, which import the function, so it must be in a file, and in a
+            script the call of `launch` must stand below `if __name__ == "__main__":`, since they import that too. `"fork"`
             (default for functions of a notebook or of an interactive session): copies of this process, which must not
             have used CUDA yet.
 
@@ -38,6 +39,11 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int, start_method: s
     if torch.distributed.is_initialized():
         raise ConfigError(
             "launch was called by a process that is a rank of a launch already; call the function itself."
+        )
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigError(
+            "the new processes import the script that calls launch, and came to that call again: put it below "
+            '`if __name__ == "__main__":`.'
         )
     interactive = getattr(function, "__module__", None) == "__main__" and not hasattr(
         sys.modules["__main__"], "__file__"
@@ -66,5 +72,7 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int, start_method: s
         results: dict[int, Any] = elastic_launch(config, function)(*args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        raise RemoteRankError(f"rank {rank} failed: {failure.message}") from None
+        silent = str(failure.message).startswith("To enable traceback")  # it ended before it could say anything here
+        told = "it ended while it started, and printed why" if silent else failure.message
+        raise RemoteRankError(f"rank {rank} failed: {told}") from None
     return [results[rank] for rank in range(nproc)]

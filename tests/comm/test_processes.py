@@ -1,5 +1,10 @@
 """Ranks without torchrun."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -24,6 +29,16 @@ def test_every_rank_runs_the_function_and_hands_back_its_result() -> None:
 def test_what_a_rank_raises_is_raised_here() -> None:
     with pytest.raises(RemoteRankError, match=r"rank \d failed: .*a factor of nothing"):
         launch(sum_of_ranks, 0, nproc=2)
+
+
+def test_a_script_that_its_ranks_would_run_again_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from dit_pipelining import launch\n\ndef f(): return 3\n\nlaunch(f, nproc=1)\n")
+    command = [sys.executable, str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": "."})
+    assert ended.returncode != 0
+    assert 'put it below `if __name__ == "__main__":`' in ended.stderr
+    assert "rank 0 failed: it ended while it started, and printed why" in ended.stderr
 
 
 @pytest.mark.parametrize("nproc", [0, -1, 1.5, True])
