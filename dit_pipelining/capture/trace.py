@@ -193,8 +193,7 @@ class Tracer(TorchFunctionMode):
                 self._refuse_filled_containers(one, other)
 
     def _fake_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        device = self.device if tensor.device.type == "meta" or not _is_parameter(tensor) else tensor.device
-        return self.fake(tensor, device)
+        return self.fake(tensor, self.device)
 
     def fake(self, tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
         with self.fake_mode:
@@ -616,14 +615,14 @@ def model_line() -> str:
 
 
 def _device_of(inputs: CallInputs, model: nn.Module) -> torch.device:
-    """The device of the capture: that of the weights, or of the inputs where the weights are not there yet."""
-    devices = [p.device for p in model.parameters() if p.device.type != "meta"]
-    devices += [t.device for t in inputs.tensors.values()]
-    return devices[0] if devices else torch.device("cpu")
+    """The device of the capture: the accelerator of the inputs or weights, else that of the weights that are there.
 
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
+    Weights may not be there yet, or may still be on the CPU: a rank moves those of its stage once it knows which they are.
+    """
+    given = [tensor.device for tensor in inputs.tensors.values()]
+    there = [p.device for p in model.parameters() if p.device.type != "meta"]
+    accelerators = (device for device in (*given, *there) if device.type not in ("cpu", "meta"))
+    return next(accelerators, next(iter((*there, *given)), torch.device("cpu")))
 
 
 @contextmanager

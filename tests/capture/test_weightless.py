@@ -6,6 +6,7 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dit_pipelining.api import split_model
 from dit_pipelining.capture.graph import BlockGraph, capture
@@ -36,6 +37,11 @@ def to_meta(model: nn.Module) -> nn.Module:
             if parameter is not None:
                 module._parameters[name] = moved[id(parameter)]
     return model
+
+
+class Plain(Toy):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.proj_out(self.run_blocks(self.proj_in(hidden_states)))
 
 
 class Autocasts(Toy):
@@ -98,3 +104,11 @@ def test_tied_weights_stay_one_tensor() -> None:
 
     capture(Tied(), hidden())
     capture(to_meta(Tied()), hidden())
+
+
+def test_weights_that_are_still_on_the_cpu_are_captured_where_the_inputs_are() -> None:
+    """A pipeline that was loaded on the CPU is split first, and each rank then moves its own stage to its GPU."""
+    with FakeTensorMode():  # an accelerator that this machine need not have
+        inputs = {name: torch.empty(tensor.shape, device="maia") for name, tensor in hidden().items()}
+    graph = capture(Plain(), inputs)
+    assert {node.meta["device"].type for node in graph.blocks} == {"maia"}
