@@ -59,8 +59,7 @@ def rank_memory(
 
 
 def _rank(rank: int, splits: Sequence[tuple[SplitModel, int]], workload: Workload, beside: Components) -> RankMemory:
-    decodes = rank == workload.decode_rank
-    assert workload.encode_rank is not None  # one rank, or the first of several
+    decodes = workload.decode_rank is None or rank == workload.decode_rank % workload.num_ranks
     held, copied, activations, buffers = 0, 0, beside.decode_bytes if decodes else 0, 0
     for split, number in splits:
         own, copies = _weights(split, rank)
@@ -68,7 +67,11 @@ def _rank(rank: int, splits: Sequence[tuple[SplitModel, int]], workload: Workloa
         copied += copies * number
         activations = max(activations, _activations(split, rank))
         buffers = max(buffers, _buffers(split, rank, workload))
-    encoders = beside.encoder_bytes_at((rank - workload.encode_rank) % workload.num_ranks)
+    encoders = (
+        beside.encoder_bytes
+        if workload.encode_rank is None
+        else beside.encoder_bytes_at((rank - workload.encode_rank) % workload.num_ranks)
+    )
     return RankMemory(held, copied, activations, buffers, encoders, beside.vae_bytes if decodes else 0)
 
 

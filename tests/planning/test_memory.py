@@ -1,5 +1,7 @@
 """Bytes of each rank, against the tensors that are there."""
 
+from dataclasses import replace
+
 import pytest
 
 from dit_pipelining.api import split_model
@@ -48,6 +50,15 @@ def test_components_are_on_their_owners(split):
     assert [(rank.encoders, rank.vae) for rank in ranks] == [(1000, 0), (0, 0), (0, 100)]
     large = rank_memory([(split, 1)], workload(), Components(decode_bytes=10**9))
     assert large[2].activations == 10**9 > large[0].activations
+
+
+def test_without_owners_every_rank_holds_the_components(split):
+    everywhere = replace(workload(), encode_rank=None, decode_rank=None)
+    ranks = rank_memory([(split, 1)], everywhere, BESIDE)
+    assert [(rank.encoders, rank.vae) for rank in ranks] == [(1000, 100)] * 3
+    last = replace(workload(), encode_rank=-2, decode_rank=-1)
+    ranks = rank_memory([(split, 1)], last, BESIDE)
+    assert [(rank.encoders, rank.vae) for rank in ranks] == [(0, 0), (1000, 0), (0, 100)]
 
 
 def test_buffers_are_two_calls_ahead_and_the_last_sends(split):
