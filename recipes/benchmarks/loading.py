@@ -17,7 +17,7 @@ import multiprocessing
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,20 +155,19 @@ def in_process(function: Any, *args: Any) -> Any:
         return pool.apply_async(function, args).get(timeout=600)
 
 
-def measure(case: Case, folder: Path, device: str, stages: int) -> list[dict[str, Any]]:
-    """The whole model and each stage, in each dtype."""
-    rows: list[dict[str, Any]] = []
+def measure(case: Case, folder: Path, device: str, stages: int) -> Iterator[dict[str, Any]]:
+    """A row for the whole model and for each stage, in each dtype."""
     in_process(write_checkpoint, case, folder, device)
     for dtype in case.loaded:
+        best = float("inf")
         for mapped in (False, True) if device != "cpu" else (False,):
             whole = in_process(load_whole, case, folder, dtype, device, mapped)
-            rows.append({"what": WHOLE + (", device_map" if mapped else ""), "dtype": dtype, **whole})
-        best = min(row["seconds"] for row in rows if row["dtype"] == dtype)
+            best = min(best, whole["seconds"])
+            yield {"what": WHOLE + (", device_map" if mapped else ""), "dtype": dtype, **whole}
         for stage in range(stages):
             row = in_process(load_stage, case, folder, dtype, device, stage, stages)
             share = row["seconds"] / best / (row["bytes"] / whole["bytes"])
-            rows.append({"what": f"stage {stage} of {stages}", "dtype": dtype, **row, "share": share})
-    return rows
+            yield {"what": f"stage {stage} of {stages}", "dtype": dtype, **row, "share": share}
 
 
 def misses(rows: Sequence[Mapping[str, Any]], device: str) -> list[str]:
@@ -193,8 +192,12 @@ def main() -> None:
     )
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        rows = measure(CASES[args.model], Path(folder), args.device, args.stages)
+        for row in measure(CASES[args.model], Path(folder), args.device, args.stages):
+            rows.append(row)
+            print(row, flush=True)
+            write(args.json, {"device": args.device, "rows": rows})
     show(
         f"Loading {args.model} to {args.device}",
         [
