@@ -58,7 +58,10 @@ def on_gpu() -> tuple[nn.Module, dict[str, Any], SplitModel]:
     model, inputs = build_model(WAN), build_inputs(WAN)
     model = model.to("cuda", torch.bfloat16)
     inputs = {
-        name: value.to("cuda", torch.bfloat16 if value.is_floating_point() else None) for name, value in inputs.items()
+        name: value.to("cuda", torch.bfloat16 if value.is_floating_point() else None)
+        if torch.is_tensor(value)
+        else value
+        for name, value in inputs.items()
     }
     split = split_model(model, 2, inputs)
     for stage in split.stages:  # graphs alone: the bits stay
