@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dit_pipelining.config import ParallelConfig
 from dit_pipelining.costs.devices import GIB, RESERVED_BYTES, DeviceProfile, find_device
 from dit_pipelining.costs.measured import MeasuredProfile
 from dit_pipelining.costs.model_costs import Timing
@@ -100,6 +101,15 @@ def machine(
     if isinstance(timing, MeasuredProfile) and devices:
         find_device(timing.device)  # or else the speed of the others, compared with it, is not known
     return Machine(tuple(read), timing, topology)
+
+
+def machine_of(config: ParallelConfig) -> Machine:
+    """The machine that a configuration describes.
+
+    Raises:
+        ConfigError: as `machine` does.
+    """
+    return machine(config.pipeline_parallel_size, config.ranks, config.profile, config.topology)
 
 
 def _read(entry: object) -> Rank:

@@ -59,6 +59,8 @@ def attach(model: nn.Module, executor: TransformerExecutor) -> None:
 def attach_pipeline(pipeline: Any, rolling: Rolling, *, shows: bool = True) -> None:
     """Make results leave the pipeline as ordinary tensors, ranks agree on each call, and `generate` find its runtime.
 
+    The first rank alone shows the progress of a call.
+
     Args:
         pipeline: a diffusers pipeline.
         rolling: its runtime.
@@ -67,6 +69,8 @@ def attach_pipeline(pipeline: Any, rolling: Rolling, *, shows: bool = True) -> N
     pipeline.__dict__[ROLLING] = rolling
     cls: Any = type(pipeline)
     pipeline.__class__ = _spread_class(cls, shows)
+    if rolling.mesh.world_rank != 0:
+        pipeline.set_progress_bar_config(disable=True)
     if not shows:
         hand_through(value for value in vars(pipeline).values() if isinstance(value, PROCESSORS))
 
@@ -92,8 +96,6 @@ def adopt(pipeline: Any, transformers: Mapping[str, nn.Module], config: Parallel
     for name, component in pipeline.components.items():
         if isinstance(component, nn.Module) and name not in transformers and not is_owned(component):
             component.to(rolling.device)
-    if rolling.mesh.world_rank != 0:
-        pipeline.set_progress_bar_config(disable=True)
     attach_pipeline(pipeline, rolling, shows=rolling.mesh.rank in config.shown_on())
     return True
 

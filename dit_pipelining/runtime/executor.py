@@ -15,7 +15,7 @@ from dit_pipelining.capture.graph import BlockGraph, CaptureCache
 from dit_pipelining.capture.hooks import refuse_hooks
 from dit_pipelining.capture.signature import CallInputs, bind, first_argument, flatten_inputs
 from dit_pipelining.config import ParallelConfig
-from dit_pipelining.costs.machine import machine
+from dit_pipelining.costs.machine import machine_of
 from dit_pipelining.costs.plan import plan_cut
 from dit_pipelining.lowering.boundary import StagePlan
 from dit_pipelining.lowering.split import SplitModel, unused_tensors
@@ -72,7 +72,7 @@ class TransformerExecutor:
         self.device = rolling.device
         self.split: SplitModel | None = None
         self.counts = check_counts(config, name, model)
-        self.machine = machine(config.pipeline_parallel_size, config.ranks, config.profile, config.topology)
+        self.machine = machine_of(config)
         self._captures = CaptureCache(
             model, config.blocks, model.forward, count_work=True, before_capture=rolling.drain
         )

@@ -58,6 +58,9 @@ class SleepingPipeline:
     def progress_bar(self, total: int) -> Any:
         raise NotImplementedError("requests have their own")
 
+    def set_progress_bar_config(self, *, disable: bool) -> None:
+        """It has none to disable."""
+
     def __call__(self, seed: int, tokens: int, steps: int, calls: int) -> torch.Tensor:
         if steps < 1:
             raise ValueError(f"steps={steps}")

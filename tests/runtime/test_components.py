@@ -21,9 +21,10 @@ from torch import nn
 
 from dit_pipelining.api import ParallelConfig, generate, load_pipeline, parallelize
 from dit_pipelining.errors import ConfigError
+from dit_pipelining.runtime.beside import held_beside
 from dit_pipelining.runtime.owned import is_owned
-from dit_pipelining.runtime.parallel import held_beside
 from dit_pipelining.runtime.pending import PendingTensor
+from dit_pipelining.runtime.placing import Places
 from tests import checkpoints
 from tests.distributed import RankPool
 from tests.same import assert_same
@@ -404,7 +405,7 @@ def test_what_a_rank_holds_beside_its_stage_are_its_own_components(folders: dict
     config = ParallelConfig(pipeline_parallel_size=2, cfg_parallel_size=2)
 
     def held_by(owners: dict[str, int]) -> list[int]:
-        return [part.bytes for part in held_beside(pipeline, "transformer", models, owners, config)]
+        return [part.bytes for part in held_beside(pipeline, "transformer", models, Places(owners, {}, {}), config)]
 
     assert held_by({"text_encoder": 0, "vae": 3}) == [sizes["text_encoder"], sizes["vae"]]
     assert held_by({"text_encoder": 0, "vae": 2}) == [max(sizes.values()), 0]

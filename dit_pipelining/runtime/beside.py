@@ -1,0 +1,48 @@
+"""What the ranks of a pipeline hold besides their stages of one transformer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from dit_pipelining.comm.mesh import layout_of
+from dit_pipelining.config import ParallelConfig
+from dit_pipelining.runtime.placing import Places
+from partitioners import Component
+
+
+def held_beside(
+    pipeline: Any, name: str, transformers: Mapping[str, nn.Module], places: Places, config: ParallelConfig
+) -> list[Component]:
+    """What the rank of each stage holds besides that stage of one transformer.
+
+    That is its stage of every other transformer, about an even share, the components that it owns or that it helps to compute,
+    its parts of text encoders that are cut, and the components that every rank has; of the ranks of a stage in several
+    replicas the one that holds most counts. A VAE that shall have a rank of its own has the one that owns it, else the last
+    one.
+    """
+    stages = config.pipeline_parallel_size
+    sizes = {key: _bytes(part) for key, part in pipeline.components.items() if isinstance(part, nn.Module)}
+    for key, (elements, count) in places.part_sizes.items():  # a part's own size would not be the same on every rank
+        sizes[key] = elements * next(pipeline.components[key].parameters()).element_size() // count
+    shares = stages * (config.hsdp_shard_size or 1)
+    others = sum(sizes[other] for other in transformers if other != name) // shares
+    everywhere = sum(size for key, size in sizes.items() if key not in transformers and key not in places.owners)
+    holders = places.holders(layout_of(config))
+    owned = [
+        sum(sizes.get(key, 0) for key, ranks in holders.items() if rank in ranks) for rank in range(config.line_size)
+    ]
+    alone = places.owners.get("vae", stages - 1) % stages if config.vae_placement == "shared" else None
+    return [
+        Component(
+            f"other components of stage {stage}",
+            bytes=others + everywhere + max(owned[stage::stages]),
+            rank=stage,
+            alone=stage == alone,
+        )
+        for stage in range(stages)
+    ]
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
