@@ -33,7 +33,7 @@ def check_splits(config: ParallelConfig, models: Mapping[str, nn.Module]) -> Non
         if keeps_steps(model):
             check_can_keep(config)
         if config.sequence_parallel_size > 1:
-            check_sequence_parallel(model, config.ring_degree, config.ulysses_degree, config.tensor_parallel_size)
+            check_sequence_parallel(model, config.ulysses_degree, config.tensor_parallel_size)
         if config.tensor_parallel_size > 1:
             check_tensor_parallel(model, config.tensor_parallel_size, find_blocks(model, config.blocks))
     target = machine_of(config)

@@ -62,7 +62,7 @@ class Cutter:
             part and does its share of the whole with it.
     """
 
-    def __init__(self, main_input: str, parts: int, fits: "Fits" = lambda whole, part, size: True) -> None:
+    def __init__(self, main_input: str, parts: int, fits: Fits = lambda whole, part, size: True) -> None:
         self.main_input = main_input
         self.parts = parts
         self.fits = fits

@@ -48,7 +48,7 @@ def apply_sequence_parallel(
     Raises:
         ConfigError: the model cannot be split by tokens, or not by so many; says why, and what can be.
     """
-    check_sequence_parallel(model, groups.ring_degree, groups.ulysses_degree, plan=plan)
+    check_sequence_parallel(model, groups.ulysses_degree, plan=plan)
     found = sequence_plan(model, plan)
     tokens = Tokens(groups, uneven or found.uneven, found.latents)
     for name, module in list(attention_modules(model, found)):
@@ -59,7 +59,6 @@ def apply_sequence_parallel(
 
 def check_sequence_parallel(
     model: nn.Module,
-    ring_degree: int,
     ulysses_degree: int,
     tensor_parallel_size: int = 1,
     plan: Mapping[str, Any] | None = None,

@@ -211,13 +211,13 @@ def test_what_cannot_be_split_says_what_to_do(ranks: RankPool) -> None:
 
 def test_heads_that_cannot_be_shared_name_the_degrees_that_can() -> None:
     model = build_model(CASES["QwenImageTransformer"])  # 4 heads
-    check_sequence_parallel(model, ring_degree=3, ulysses_degree=4)
+    check_sequence_parallel(model, ulysses_degree=4)
     with pytest.raises(
         ConfigError, match=r"the 4 heads of QwenImage.* Degrees that work: 1, 2, 4; ring_degree takes any"
     ):
-        check_sequence_parallel(model, ring_degree=1, ulysses_degree=3)
+        check_sequence_parallel(model, ulysses_degree=3)
     with pytest.raises(ConfigError, match=r"beside tensor_parallel_size=2\. Degrees that work: 1, 2;"):
-        check_sequence_parallel(model, ring_degree=1, ulysses_degree=4, tensor_parallel_size=2)
+        check_sequence_parallel(model, ulysses_degree=4, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize(
@@ -230,11 +230,11 @@ def test_heads_that_cannot_be_shared_name_the_degrees_that_can() -> None:
 )
 def test_models_that_cannot_be_split_by_tokens_say_why(name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        check_sequence_parallel(build_model(CASES[name]), ring_degree=2, ulysses_degree=1)
+        check_sequence_parallel(build_model(CASES[name]), ulysses_degree=1)
 
 
 def test_an_attention_backend_without_torch_s_attention_is_refused() -> None:
     model: Any = build_model(CASES["FluxTransformer"])
     model.single_transformer_blocks[1].attn.processor._attention_backend = AttentionBackendName.FLEX
     with pytest.raises(ConfigError, match=r"single_transformer_blocks\.1\.attn uses the attention backend 'flex'"):
-        check_sequence_parallel(model, ring_degree=2, ulysses_degree=1)
+        check_sequence_parallel(model, ulysses_degree=1)
