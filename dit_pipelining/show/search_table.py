@@ -6,9 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dit_pipelining.lowering.names import data_size
 from dit_pipelining.planning.search import Search, Way
-
-GB = 1e9
 
 
 def print_search(found: Search, console: Console, runners_up: int) -> None:
@@ -33,7 +32,7 @@ def print_search(found: Search, console: Console, runners_up: int) -> None:
             numbers = (
                 f"{way.latency:.2f} s",
                 f"{way.requests_per_hour:.0f}",
-                f"{way.memory_bytes / GB:.1f} GB",
+                data_size(way.memory_bytes),
                 f"{way.step_seconds * 1e3:.1f} ms",
             )
             table.add_row(str(number), str(way.degrees), *numbers, why(way))
@@ -42,7 +41,7 @@ def print_search(found: Search, console: Console, runners_up: int) -> None:
     for reason, count in reasons.most_common():
         closest = min((one for one in found.refused if one.reason == reason), key=lambda one: one.lacks_bytes)
         lacks = (
-            f"; the closest, {closest.degrees}, lacks {closest.lacks_bytes / GB:.1f} GB" if closest.lacks_bytes else ""
+            f"; the closest, {closest.degrees}, lacks {data_size(closest.lacks_bytes)}" if closest.lacks_bytes else ""
         )
         console.print(f"{count} way(s) cannot be: {reason}{lacks}", soft_wrap=True)
 
