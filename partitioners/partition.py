@@ -8,7 +8,7 @@ from dataclasses import InitVar, dataclass, field
 from itertools import accumulate
 from typing import TypeAlias
 
-from partitioners.costs import ModelCosts, RankSpec
+from partitioners.costs import BlockCost, ModelCosts, RankSpec
 from partitioners.errors import (
     ARGUMENT,
     CountsNotIntegersError,
@@ -90,26 +90,40 @@ class Partition:
         if self.num_blocks != costs.num_blocks:
             raise WrongSumError(self.counts, source, costs.num_blocks)
 
+    def stage_work(self, costs: ModelCosts) -> list[tuple[BlockCost, ...]]:
+        """What each stage runs: its blocks and its glue."""
+        return [
+            costs.blocks[start:end] + costs.glue(stage, self.num_stages)
+            for stage, (start, end) in enumerate(self.ranges)
+        ]
+
+    def compute_seconds(self, costs: ModelCosts, ranks: Sequence[RankSpec]) -> list[float]:
+        """Seconds that each rank computes per transformer call."""
+        self.check(costs, ranks)
+        return [
+            math.fsum(cost.seconds for cost in work) / rank.speed
+            for work, rank in zip(self.stage_work(costs), ranks, strict=True)
+        ]
+
     def stage_seconds(self, costs: ModelCosts, ranks: Sequence[RankSpec]) -> list[float]:
         """Seconds that each rank is busy per transformer call.
 
         That is the compute time of its blocks and glue over the rank's speed, plus its fixed seconds, plus the transfer
         of what it sends on. The last rank sends nothing; a rank without blocks relays what it received.
         """
-        self.check(costs, ranks)
-        seconds = []
-        for stage, ((start, end), rank) in enumerate(zip(self.ranges, ranks, strict=True)):
-            work = costs.blocks[start:end] + costs.glue(stage, self.num_stages)
-            sending = rank.transfer_seconds(costs.boundary_bytes(end)) if stage < self.num_stages - 1 else 0.0
-            seconds.append(math.fsum(cost.seconds for cost in work) / rank.speed + rank.fixed_seconds + sending)
-        return seconds
+        computing = self.compute_seconds(costs, ranks)
+        cuts = [end for _, end in self.ranges[:-1]]
+        sending = [rank.transfer_seconds(costs.boundary_bytes(end)) for end, rank in zip(cuts, ranks, strict=False)]
+        return [
+            seconds + rank.fixed_seconds + beside
+            for seconds, rank, beside in zip(computing, ranks, [*sending, 0.0], strict=True)
+        ]
 
     def stage_bytes(self, costs: ModelCosts, ranks: Sequence[RankSpec]) -> list[int]:
         """Bytes that each rank needs: weights (its own and the replicated ones), fixed bytes, largest activation."""
         self.check(costs, ranks)
         needs = []
-        for stage, ((start, end), rank) in enumerate(zip(self.ranges, ranks, strict=True)):
-            work = costs.blocks[start:end] + costs.glue(stage, self.num_stages)
+        for work, rank in zip(self.stage_work(costs), ranks, strict=True):
             weights = sum(cost.parameter_bytes for cost in work) + costs.replicated_bytes
             needs.append(weights + rank.fixed_bytes + max((cost.activation_bytes for cost in work), default=0))
         return needs
@@ -125,12 +139,6 @@ class Partition:
     def bottleneck(self, costs: ModelCosts, ranks: Sequence[RankSpec]) -> float:
         """Seconds of the busiest stage: in a full pipeline, the time from one result to the next."""
         return max(self.stage_seconds(costs, ranks))
-
-    def imbalance(self, costs: ModelCosts, ranks: Sequence[RankSpec]) -> float:
-        """The busiest stage's seconds over the stages' mean: 1.0 is perfect balance, 2.0 is half of it idle."""
-        seconds = self.stage_seconds(costs, ranks)
-        total = math.fsum(seconds)
-        return max(seconds) * len(seconds) / total if total > 0 else 1.0
 
 
 Partitioner: TypeAlias = Callable[[ModelCosts, Sequence[RankSpec]], Partition]

@@ -93,9 +93,7 @@ class BlockScheduler:
     def _with_speed(self, stage: int, seconds: float) -> RankSpec:
         """The rank of a stage with the speed that the measured time means; a stage without blocks tells nothing."""
         rank = self.ranks[stage]
-        start, end = self.partition.ranges[stage]
-        if start == end:
+        if not self.partition.counts[stage]:
             return rank
-        work = self.costs.blocks[start:end] + self.costs.glue(stage, len(self.ranks))
-        predicted = math.fsum(cost.seconds for cost in work)
+        predicted = math.fsum(cost.seconds for cost in self.partition.stage_work(self.costs)[stage])
         return replace(rank, speed=predicted / seconds) if predicted > 0 else rank

@@ -12,6 +12,8 @@ from dit_pipelining.errors import ConfigError
 
 GIB = 2**30
 
+HALF_PRECISION_BYTES = 2
+
 MATRIX_SHARE = 0.6
 """Share of the peak rate that matrix products and attention of a transformer reach. A rule of thumb, and the largest
 error of a prediction from a data sheet: `dit-pipelining profile` measures it instead."""
@@ -90,6 +92,17 @@ class DeviceProfile:
     def usable_bytes(self) -> int:
         """Memory that a stage, other components and activations may take together."""
         return self.memory_bytes - self.reserved_bytes
+
+    @property
+    def usable_memory_bytes_per_second(self) -> float:
+        """Of the memory's bandwidth, what elementwise operations and norms reach."""
+        return self.memory_bytes_per_second * self.memory_share
+
+    def usable_flops_per_second(self, itemsize: int) -> float:
+        """The rate that matrix products of elements of this size reach."""
+        half = itemsize <= HALF_PRECISION_BYTES
+        peak = self.bfloat16_flops_per_second if half else self.float32_flops_per_second
+        return peak * self.matrix_share
 
     def link(self, topology: str = "auto") -> Link:
         """How the device is joined to the next one.

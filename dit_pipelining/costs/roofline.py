@@ -6,10 +6,8 @@ The roofline of Williams, Waterman and Patterson (2009), per operation, since an
 from dataclasses import dataclass
 
 from dit_pipelining.capture.counting import Operation
-from dit_pipelining.costs.devices import DeviceProfile
+from dit_pipelining.costs.devices import HALF_PRECISION_BYTES, DeviceProfile
 from dit_pipelining.costs.model_costs import Section
-
-HALF_PRECISION_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -20,16 +18,11 @@ class Roofline:
 
     def seconds(self, section: Section) -> float:
         if not section.counted:
-            return section.flops / self._flops_per_second(HALF_PRECISION_BYTES)
+            return section.flops / self.device.usable_flops_per_second(HALF_PRECISION_BYTES)
         return sum(self.operation_seconds(operation) * count for operation, count in section.operations.items())
 
     def operation_seconds(self, operation: Operation) -> float:
         """The longer of arithmetic and memory traffic."""
-        arithmetic = operation.flops / self._flops_per_second(operation.itemsize)
-        traffic = operation.bytes / (self.device.memory_bytes_per_second * self.device.memory_share)
+        arithmetic = operation.flops / self.device.usable_flops_per_second(operation.itemsize)
+        traffic = operation.bytes / self.device.usable_memory_bytes_per_second
         return max(arithmetic, traffic)
-
-    def _flops_per_second(self, itemsize: int) -> float:
-        half = itemsize <= HALF_PRECISION_BYTES
-        peak = self.device.bfloat16_flops_per_second if half else self.device.float32_flops_per_second
-        return peak * self.device.matrix_share

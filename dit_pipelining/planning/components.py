@@ -3,15 +3,13 @@
 import math
 from dataclasses import dataclass
 
-from dit_pipelining.costs.devices import DeviceProfile
+from dit_pipelining.costs.devices import HALF_PRECISION_BYTES, DeviceProfile
 from dit_pipelining.costs.measured import MeasuredProfile
 from dit_pipelining.planning.presets import Preset
 from dit_pipelining.planning.recipes import Size
 from dit_pipelining.planning.text_encoders import split_encoders, sums_seconds
 from dit_pipelining.sharding.tile_ranks import assign_tiles
 from partitioners import Component
-
-HALF_PRECISION_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -107,10 +105,7 @@ def components_of(
     Raises:
         ConfigError: a text encoder cannot be split like that.
     """
-    half = itemsize <= HALF_PRECISION_BYTES
-    peak = device.bfloat16_flops_per_second if half else device.float32_flops_per_second
-    rate = peak * device.matrix_share
-    bandwidth = device.memory_bytes_per_second * device.memory_share
+    rate, bandwidth = device.usable_flops_per_second(itemsize), device.usable_memory_bytes_per_second
     defaults = (known.defaults["height"], known.defaults["width"], known.defaults["frames"])
     pixels = size.height * size.width * size.frames
     scale = pixels / math.prod(defaults)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from dit_pipelining.capture.graph import value_bytes
 from dit_pipelining.costs.devices import DeviceProfile, Link
-from dit_pipelining.costs.plan import CutPlan
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.planning.components import Components
 from dit_pipelining.planning.simulation import simulate
@@ -45,17 +44,15 @@ def forecast(
     assert cut is not None
     links = [device.link(topology) for device in devices]
     results = [value_bytes(node) for node in split.graph.output_nodes]
-    ranks = split.num_stages * load.replicas
-    hops = math.ceil(math.log2(ranks)) if ranks > 1 else 0  # a broadcast goes along a tree
     return simulate(
         Workload(
-            stage_seconds=stage_seconds(cut),
+            stage_seconds=tuple(cut.partition.compute_seconds(cut.costs, cut.ranks)),
             transfer_seconds=tuple(
                 transfer_seconds(link, [value.bytes for value in crossing])
                 for link, crossing in zip(links, split.boundaries, strict=False)
             ),
             boundary_tensors=tuple(len(crossing) for crossing in split.boundaries),
-            result_seconds=hops * transfer_seconds(links[-1], results),
+            result_seconds=result_seconds(links[-1], results, split.num_stages * load.replicas),
             encode_seconds=beside.encode_seconds,
             encode_rank=cut.owners.get("text_encoder", 0),
             encode_parts=beside.encoder_parts,
@@ -66,15 +63,12 @@ def forecast(
     )
 
 
-def stage_seconds(cut: CutPlan) -> tuple[float, ...]:
-    """Seconds that each stage computes for one call, without transfers and other components."""
-    stages = cut.partition.num_stages
-    return tuple(
-        math.fsum(cost.seconds for cost in (*cut.costs.blocks[start:end], *cut.costs.glue(stage, stages))) / rank.speed
-        for stage, ((start, end), rank) in enumerate(zip(cut.partition.ranges, cut.ranks, strict=True))
-    )
-
-
-def transfer_seconds(link: Link, sizes: Sequence[int]) -> float:
+def transfer_seconds(link: Link, sizes: Sequence[float]) -> float:
     """Seconds for some tensors, one after the other."""
     return link.latency_seconds * len(sizes) + sum(sizes) / link.usable_bytes_per_second
+
+
+def result_seconds(link: Link, sizes: Sequence[float], ranks: int) -> float:
+    """Seconds until all ranks of a line have a result of such tensors: a broadcast goes along a tree."""
+    hops = math.ceil(math.log2(ranks)) if ranks > 1 else 0
+    return hops * transfer_seconds(link, sizes)

@@ -74,7 +74,6 @@ def test_stage_seconds_count_compute_over_speed_fixed_seconds_and_transfer() -> 
     partition = Partition((1, 3))
     assert partition.stage_seconds(costs, ranks) == [3.0 / 2.0 + 0.5 + 2.0 + 0.25, 6.0 + 3.0]
     assert partition.bottleneck(costs, ranks) == 9.0
-    assert partition.imbalance(costs, ranks) == 9.0 / ((4.25 + 9.0) / 2)
 
 
 def test_empty_stages_relay_what_they_received() -> None:
@@ -97,11 +96,6 @@ def test_a_single_stage_runs_prologue_and_epilogue() -> None:
     costs = ModelCosts((BlockCost(1.0, 10),), prologue=BlockCost(2.0, 20), epilogue=BlockCost(4.0, 40))
     assert Partition((1,)).stage_seconds(costs, [RankSpec()]) == [7.0]
     assert Partition((1,)).stage_bytes(costs, [RankSpec()]) == [70]
-
-
-def test_imbalance_of_equal_stages_is_one_even_if_they_cost_nothing() -> None:
-    assert Partition((2, 2)).imbalance(ModelCosts.uniform(4), [RankSpec()] * 2) == 1.0
-    assert Partition((2, 2)).imbalance(ModelCosts.uniform(4, seconds=0.0), [RankSpec()] * 2) == 1.0
 
 
 def test_costs_of_another_model_are_refused() -> None:
