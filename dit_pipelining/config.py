@@ -16,15 +16,15 @@ from dit_pipelining.config_checks import (
 from dit_pipelining.errors import ConfigError, WorldSizeError
 from partitioners import Partitioner, RankSpec, TooManyStagesError
 
-DEGREES = (
-    "data_parallel_size",
-    "cfg_parallel_size",
-    "pipeline_parallel_size",
-    "ring_degree",
-    "ulysses_degree",
-    "tensor_parallel_size",
-)
-"""Dimensions over which the ranks are laid out, the one that talks most last."""
+DIMENSIONS = {
+    "data": "data_parallel_size",
+    "cfg": "cfg_parallel_size",
+    "pipeline": "pipeline_parallel_size",
+    "ring": "ring_degree",
+    "ulysses": "ulysses_degree",
+    "tensor": "tensor_parallel_size",
+}
+"""Dimensions along which the ranks are laid out, the one that talks most last, and the option that says its size."""
 
 SCHEDULES = ("rolling", "gpipe")
 COMPILE_MODES = (None, "blocks", "blocks-cudagraphs")
@@ -128,7 +128,7 @@ class ParallelConfig:
     output_ranks: Literal["all"] | Sequence[int] = "all"
 
     def __post_init__(self) -> None:
-        for name in (*DEGREES, "microbatches", "vae_patch_parallel_size"):
+        for name in (*DIMENSIONS.values(), "microbatches", "vae_patch_parallel_size"):
             check_positive(name, getattr(self, name))
         self._check_hsdp()
         check_partitioner(self.partitioner)
@@ -225,7 +225,7 @@ class ParallelConfig:
         """
         if world_size != self.world_size:
             always = ("pipeline_parallel_size", "cfg_parallel_size")
-            sizes = {name: getattr(self, name) for name in DEGREES}
+            sizes = {name: getattr(self, name) for name in DIMENSIONS.values()}
             spelt = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1 or name in always)
             copies, rest = divmod(world_size, self.world_size // self.data_parallel_size)
             hint = f", or use data_parallel_size={copies} for copies that share the requests" * (
@@ -239,7 +239,7 @@ class ParallelConfig:
     @property
     def world_size(self) -> int:
         """The number of processes the degrees need."""
-        return math.prod(getattr(self, name) for name in DEGREES)
+        return math.prod(getattr(self, name) for name in DIMENSIONS.values())
 
     @property
     def copy_size(self) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from dit_pipelining.config import DEGREES, ParallelConfig
+from dit_pipelining.config import DIMENSIONS, ParallelConfig
 from dit_pipelining.config_checks import check_positive
 from dit_pipelining.errors import ConfigError
 
@@ -105,7 +105,7 @@ def load_config(
         merged |= own
     for size in (SIZE, ULYSSES):
         if merged.get(size, 1) is None:
-            others = [name for name in DEGREES if name != size and name in merged]
+            others = [name for name in DIMENSIONS.values() if name != size and name in merged]
             for name in others:
                 check_positive(name, merged[name])
             processes = int(environment.get("WORLD_SIZE", "1"))  # torchrun's

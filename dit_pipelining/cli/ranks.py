@@ -8,24 +8,21 @@ from dit_pipelining.comm.layout import Layout
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.planning.degrees import FLAGS
 
-COUNTS = {
-    "data": "copies that share the requests",
-    "cfg": "replicas of the pipeline",
-    "pipeline": "stages",
-    "ring": "ranks that gather each other's keys and values",
-    "ulysses": "ranks that exchange heads for tokens",
-    "tensor": "ranks over which each block's heads are split",
+WORDS = {
+    "data": ("copy", "copies that share the requests"),
+    "cfg": ("replica", "replicas of the pipeline"),
+    "pipeline": ("stage", "stages"),
+    "ring": ("ring part", "ranks that gather each other's keys and values"),
+    "ulysses": ("Ulysses part", "ranks that exchange heads for tokens"),
+    "tensor": ("part of the heads", "ranks over which each block's heads are split"),
 }
-"""What the size of each dimension of a layout counts, outermost first."""
-
-PARTS = {"data": "copy", "cfg": "replica", "pipeline": "stage", "ring": "ring part", "ulysses": "Ulysses part"}
-PARTS["tensor"] = "part of the heads"
+"""What a rank's place along each dimension of a layout is, and what the dimension's size counts."""
 
 
 def add_degrees(parser: argparse.ArgumentParser) -> None:
     """Declare a flag for each dimension."""
     group = parser.add_argument_group("which rank does what", "print the mesh of these sizes, the outermost first")
-    for name, counts in COUNTS.items():
+    for name, (_, counts) in WORDS.items():
         group.add_argument(FLAGS[name], dest=name, type=positive, default=1, metavar="N", help=counts)
     group.add_argument(
         "--text-encoder-tp-size", type=positive, default=1, metavar="N", help="ranks over which text encoders are split"
@@ -34,7 +31,7 @@ def add_degrees(parser: argparse.ArgumentParser) -> None:
 
 def layout_asked_for(args: argparse.Namespace) -> Layout:
     """The layout of the flags."""
-    return Layout(**{name: getattr(args, name) for name in COUNTS})
+    return Layout(**{name: getattr(args, name) for name in WORDS})
 
 
 def parts(layout: Layout, text_encoder_parts: int = 1) -> Iterator[tuple[int, str]]:
@@ -53,7 +50,7 @@ def parts(layout: Layout, text_encoder_parts: int = 1) -> Iterator[tuple[int, st
     for rank in range(layout.size):
         places = layout.coordinates(rank)
         own = [
-            f"{PARTS[name]} {place + 1} of {getattr(layout, name)}"
+            f"{WORDS[name][0]} {place + 1} of {getattr(layout, name)}"
             for name, place in places.items()
             if getattr(layout, name) > 1
         ]

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-DIMENSIONS = ("data", "cfg", "pipeline", "ring", "ulysses", "tensor")
-"""Outermost first."""
+from dit_pipelining.config import DIMENSIONS
+
 LINE = ("cfg", "pipeline")
-CALLERS = (*LINE, "ring", "ulysses", "tensor")
+CALLERS = tuple(name for name in DIMENSIONS if name != "data")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dit_pipelining.comm.layout import CALLERS, LINE, Layout
-from dit_pipelining.config import ParallelConfig
+from dit_pipelining.config import DIMENSIONS, ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,7 @@ class Mesh:
 
 def layout_of(config: ParallelConfig) -> Layout:
     """How a configuration lays out the ranks."""
-    return Layout(
-        data=config.data_parallel_size,
-        cfg=config.cfg_parallel_size,
-        pipeline=config.pipeline_parallel_size,
-        ring=config.ring_degree,
-        ulysses=config.ulysses_degree,
-        tensor=config.tensor_parallel_size,
-    )
+    return Layout(**{dimension: getattr(config, size) for dimension, size in DIMENSIONS.items()})
 
 
 def new_group(

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from dit_pipelining.comm.layout import DIMENSIONS, Layout
+from dit_pipelining.comm.layout import Layout
+from dit_pipelining.config import DIMENSIONS
 
 GOALS = ("latency", "throughput", "memory")
 """What a search can look for: seconds of one request, requests per hour, bytes of the fullest rank."""
@@ -53,15 +54,11 @@ class Divides:
 
 
 FLAGS = {
-    "data": "--data-parallel-size",
-    "cfg": "--cfg-parallel-size",
-    "pipeline": "--pipeline-parallel-size",
-    "ring": "--ring-degree",
-    "ulysses": "--ulysses-degree",
-    "tensor": "--tensor-parallel-size",
+    **{dimension: f"--{size.replace('_', '-')}" for dimension, size in DIMENSIONS.items()},
     "shards": "--use-hsdp --hsdp-shard-size",
     "tiles": "--vae-patch-parallel-size",
 }
+"""Of the recipes, for each of `Degrees`."""
 
 
 def every_way(gpus: int) -> Iterator[Degrees]:

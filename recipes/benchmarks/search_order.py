@@ -28,6 +28,7 @@ from reporting import show, write
 
 from dit_pipelining import ParallelConfig, parallelize
 from dit_pipelining.cli.plan_search import work_of
+from dit_pipelining.config import DIMENSIONS
 from dit_pipelining.costs.devices import find_device
 from dit_pipelining.planning.components import Components
 from dit_pipelining.planning.degrees import Degrees
@@ -103,15 +104,10 @@ def _measure(run: Run, calls: int) -> float:
         block.seconds = run.block_seconds
     missing: Any = None
     pipeline = WanPipeline(missing, missing, missing, FlowMatchEulerDiscreteScheduler(), transformer=model)
-    degrees = run.degrees
     config = ParallelConfig(
-        cfg_parallel_size=degrees.cfg,
-        pipeline_parallel_size=degrees.pipeline,
-        ring_degree=degrees.ring,
-        ulysses_degree=degrees.ulysses,
-        tensor_parallel_size=degrees.tensor,
         partition=run.counts,
         blocks=["blocks"],
+        **{size: getattr(run.degrees, dimension) for dimension, size in DIMENSIONS.items()},
     )
     parallelize(pipeline, config)
     pipeline.set_progress_bar_config(disable=True)
