@@ -19,9 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dit_pipelining.comm.host_memory import start_receive, start_send
 from dit_pipelining.comm.layout import Layout
-from dit_pipelining.comm.links import Work, group_options
+from dit_pipelining.comm.links import Wire, Work, group_options
 from dit_pipelining.comm.mesh import Mesh, new_group
 from dit_pipelining.comm.packing import Part
 
@@ -32,13 +31,13 @@ class Audience:
 
     Attributes:
         ranks: in order.
-        host: a gloo group; None where the owner is alone.
-        device: an NCCL group for tensors on GPUs; None where they go through host memory.
+        host: what tensors take, over gloo; None where the owner is alone.
+        device: what tensors on GPUs take where they have NCCL; None where they go through host memory.
     """
 
     ranks: tuple[int, ...]
-    host: dist.ProcessGroup | None
-    device: dist.ProcessGroup | None
+    host: Wire | None
+    device: Wire | None
 
 
 @dataclass(frozen=True)
@@ -87,17 +86,9 @@ class OwnerLinks:
         return flats
 
     def _start(self, tensor: torch.Tensor, audience: Audience) -> Work:
-        over_host = tensor.device.type == "cpu" or audience.device is None
-        group = audience.host if over_host else audience.device
-
-        def post(own: torch.Tensor) -> dist.Work | None:
-            return dist.broadcast(own, self.owner, group=group, async_op=True)
-
-        if not over_host:
-            work = post(tensor)
-            assert work is not None  # this rank is in the group
-            return work
-        return start_send(tensor, post) if dist.get_rank() == self.owner else start_receive(tensor, post)
+        wire = audience.host if tensor.device.type == "cpu" else audience.device or audience.host
+        assert wire is not None  # an owner that is alone sends nothing
+        return wire.broadcast(tensor, self.owner)
 
 
 def make_owner_links(
@@ -161,7 +152,7 @@ def portable(error: Exception, note: str) -> Exception:
 def _warm_up(audience: Audience, source: int, device: torch.device) -> None:
     """No communicator is made while stages run."""
     if audience.device is not None and dist.get_rank() in audience.ranks:
-        dist.broadcast(torch.zeros(1, device=device), source, group=audience.device)
+        audience.device.broadcast(torch.zeros(1, device=device), source).wait()
 
 
 def _audience(mesh: Mesh, ranks: Sequence[int], timeout: timedelta, transport: str) -> Audience:
@@ -173,8 +164,7 @@ def _audience_of(
 ) -> Audience:
     if len(members) == 1:
         return Audience(members, None, None)
-    host = new_group(alike, timeout)
-    device = None
+    host, device = Wire(new_group(alike, timeout)), None
     if transport != "host":
-        device = new_group(alike, timeout, "nccl", group_options("nccl"))
+        device = Wire(new_group(alike, timeout, "nccl", group_options("nccl")), "nccl")
     return Audience(members, host, device)

@@ -52,6 +52,11 @@ class Wire:
             return self.courier.receive(buffer, post)
         return start_receive(buffer, self._on_group(post)) if self.backend == "gloo" else self._direct(buffer, post)
 
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        """Start this rank's side of a transfer from the root's tensor into those of all other ranks."""
+        start = self.send if dist.get_rank() == root else self.receive
+        return start(tensor, lambda own, group: dist.broadcast(own, root, group=group, async_op=True))
+
     def _on_group(self, post: GroupPost) -> Any:
         return lambda own: post(own, self.group)
 
@@ -120,12 +125,7 @@ class ReplicaLinks:
 
     def share(self, tensors: Sequence[torch.Tensor]) -> list[Work]:
         """Post the broadcast of a result: from the root's tensors into the others'."""
-
-        def post(own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-            return dist.broadcast(own, self.root, group=group, async_op=True)
-
-        start = self.results.send if dist.get_rank() == self.root else self.results.receive
-        return [start(tensor, post) for tensor in tensors]
+        return [self.results.broadcast(tensor, self.root) for tensor in tensors]
 
 
 def make_links(mesh: Mesh, timeout: timedelta, device: torch.device, data: str | None = None) -> list[ReplicaLinks]:

@@ -1,17 +1,17 @@
 """Messages whose tensors take a channel of peer copies: the hosts tell each other what comes, the GPUs wait for it.
 
-See [Note: messages] in message_link.py and [Note: peer copies] in peer_channels.py.
+See [Note: messages] in messages.py and [Note: peer copies] in peer_channels.py.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from dit_pipelining.comm.cuda_streams import new_stream
-from dit_pipelining.comm.message_link import Announced, Direction, Headers, Message
+from dit_pipelining.comm.messages import Direction, Form, Message, Receiver
 from dit_pipelining.comm.peer_channels import Channel
 from dit_pipelining.comm.sends import Sends
 
@@ -52,33 +52,14 @@ class PeerSender:
             self._copied.popleft()[0].synchronize()
 
 
-class PeerReceiver(Headers):
-    """The end of a channel where messages arrive.
-
-    Args:
-        direction: this rank is its target.
-        channel: that the tensors take.
-        device: of the tensors.
-        length: numbers in a header.
-        layouts: the tensors that a header announces.
-        is_last: whether nothing comes after this header.
-        seconds: how long to wait for a message.
-    """
+class PeerReceiver(Receiver):
+    """The end of a channel where messages arrive."""
 
     def __init__(
-        self,
-        direction: Direction,
-        channel: Channel,
-        device: torch.device,
-        length: int,
-        layouts: Announced,
-        is_last: Callable[[torch.Tensor], bool],
-        seconds: float,
+        self, direction: Direction, channel: Channel, device: torch.device, form: Form, seconds: float
     ) -> None:
         self.channel = channel
-        self.device = device
-        self._layouts = layouts
-        super().__init__(direction, length, is_last, seconds)
+        super().__init__(direction, device, form, seconds)
 
     @contextmanager
     def next(self) -> Iterator[Message]:
@@ -88,7 +69,7 @@ class PeerReceiver(Headers):
             TimeoutError: none came in time.
         """
         message = self.take()
-        layouts, stream = self._layouts(message.header), torch.cuda.current_stream(self.device)
+        layouts, stream = self.form.layouts(message.header), torch.cuda.current_stream(self.device)
         if layouts:
             message.tensors.extend(self.channel.receive(layouts, stream))
         yield message

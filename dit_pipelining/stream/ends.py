@@ -2,7 +2,8 @@
 
 import torch
 
-from dit_pipelining.comm.message_link import Direction, GroupReceiver, GroupSender
+from dit_pipelining.comm.group_messages import GroupReceiver, GroupSender
+from dit_pipelining.comm.messages import Direction, Form
 from dit_pipelining.comm.peer_channels import Channel
 from dit_pipelining.comm.peer_messages import PeerReceiver, PeerSender
 from dit_pipelining.stream.layouts import Layouts
@@ -61,11 +62,11 @@ class Ends:
         way = ways.get(id(direction), layouts.hop)
         data, device, end = direction.data, self.stage.device, float(Kind.END)
         assert data is not None
-        rest = (self.length, way, lambda header: float(header[0]) == end, self.seconds)
+        form = Form(self.length, way, lambda header: float(header[0]) == end)
         if isinstance(data, Channel):
-            self._receivers.append(PeerReceiver(direction, data, device, *rest))
+            self._receivers.append(PeerReceiver(direction, data, device, form, self.seconds))
         else:
-            self._receivers.append(GroupReceiver(direction, data, device, *rest))
+            self._receivers.append(GroupReceiver(direction, data, device, form, self.seconds))
         return self._receivers[-1]
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dit_pipelining.comm.message_link import ShapeAndDtype
+from dit_pipelining.comm.messages import ShapeAndDtype
 from dit_pipelining.comm.peer_channels import slot_bytes
 from dit_pipelining.stream.head import given_streams
 from dit_pipelining.stream.micro_step import Kind, decode, following

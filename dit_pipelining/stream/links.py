@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dit_pipelining.comm.links import Link, Wire, group_options
-from dit_pipelining.comm.message_link import Direction
+from dit_pipelining.comm.messages import Direction
 from dit_pipelining.comm.peer_channels import PeerChannels, Region
 
 

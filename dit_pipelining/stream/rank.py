@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from dit_pipelining.comm.message_link import Direction, Message
+from dit_pipelining.comm.messages import Direction, Message
 from dit_pipelining.stream.ends import AnyReceiver, AnySender, Ends, until_the_end
 from dit_pipelining.stream.executor import IDLE_SECONDS
 from dit_pipelining.stream.finishing import Finishing

@@ -10,7 +10,7 @@ from torch import nn
 
 from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.signature import MADE
-from dit_pipelining.comm.message_link import ShapeAndDtype
+from dit_pipelining.comm.messages import ShapeAndDtype
 from dit_pipelining.comm.peer_channels import slot_bytes
 from dit_pipelining.errors import InputError
 from dit_pipelining.lowering.split import SplitModel
