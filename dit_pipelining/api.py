@@ -238,7 +238,8 @@ def serve(pipeline: Any, *, max_in_flight: int | None = None, max_waiting: int =
                 image = future.result().images[0]
 
     Leaving the block waits for the requests that were submitted; by an error, it cancels them. A request that raises an
-    error of its own (a wrong size) gives that error as its result and leaves the others alone.
+    error of its own (a wrong size, in a callback) on every rank gives that error as its result and leaves the others alone; one
+    that raises on some ranks only ends the queue, which says what it raised and where.
 
     Args:
         pipeline: from `load_pipeline` or `parallelize`; a plain pipeline runs its requests one after the other.

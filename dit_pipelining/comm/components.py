@@ -140,13 +140,28 @@ def make_link(
 
 
 def portable(error: Exception, note: str) -> Exception:
-    """The error as other ranks can raise it: of the same type where that can be rebuilt from what is pickled."""
+    """The error as other ranks can raise it: of the same type where that can be rebuilt from what is pickled.
+
+    Else of a type with that name, since ranks compare by name how a call has ended.
+    """
     try:
         copy: Exception = pickle.loads(pickle.dumps(error))
     except Exception:
-        copy = RuntimeError(f"{type(error).__name__}: {error}")
+        copy = _namesake(type(error).__name__, f"{type(error).__name__}: {error}")
     copy.add_note(note)
     return copy
+
+
+def _namesake(name: str, message: str, notes: Sequence[str] = ()) -> RuntimeError:
+    """A RuntimeError whose type has this name."""
+
+    def reduced(error: RuntimeError) -> tuple[Any, ...]:
+        return _namesake, (name, message, getattr(error, "__notes__", ()))
+
+    error: RuntimeError = type(name, (RuntimeError,), {"__reduce__": reduced})(message)
+    for note in notes:
+        error.add_note(note)
+    return error
 
 
 def _warm_up(audience: Audience, source: int, device: torch.device) -> None:

@@ -9,6 +9,9 @@ import torch.distributed as dist
 from dit_pipelining.errors import RemoteRankError
 from dit_pipelining.torch_internals import every_group
 
+SIGNS = ("gloo/transport", "caused pair closure", "NCCL")
+"""What the messages of torch's transports hold; the second is that of a transfer over gloo that has timed out."""
+
 UNUSED_TAG = 1 << 20
 """Of a receive that nothing is ever sent to."""
 
@@ -17,7 +20,7 @@ def is_effect(error: BaseException) -> bool:
     """Whether an error says that something happened elsewhere: a lost connection, an aborted or timed-out transfer."""
     if isinstance(error, RemoteRankError | dist.DistError):
         return True
-    return isinstance(error, RuntimeError) and ("gloo/transport" in str(error) or "NCCL" in str(error))
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
 
 
 def wake_group_waiters() -> None:

@@ -6,65 +6,55 @@ ring, the door: at its turn rank 0 tells the others in one message which request
 ended how; so every rank lets them in, and ends them, at the same place of the ring. That is once per round, which is once per
 denoising step of all requests in flight. While there are none, rank 0 waits at the door, and tells the others so once a
 second.
+
+A request may raise whatever its arguments and callbacks raise, if it does so on every rank: at the door the ranks compare how
+requests have ended. One that ended on some ranks only makes no more of the calls that the others make, which ends the queue.
+What goes wrong between the ranks or in a stage ends it too, whichever request meets it.
 """
 
 import pickle
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dit_pipelining.comm.waking import is_effect
 from dit_pipelining.errors import ConfigError, InputError
 from dit_pipelining.runtime.bars import Advance, Bars
 from dit_pipelining.runtime.requests import request_call
 from dit_pipelining.runtime.rolling import Rolling
+from dit_pipelining.runtime.submissions import TIMED_OUT, OnStep, RequestFuture, Submission, as_message
 from dit_pipelining.runtime.turns import Request, RequestCancelledError
 
 IDLE_SECONDS = 1.0
 """How often ranks that wait for a request tell each other that they are there."""
-
-TIMED_OUT = "its time was over"
-
-OnStep = Callable[[int, int | None], None]
-"""Takes the steps that are done, and their number if it is known."""
 
 
 class QueueFullError(RuntimeError):
     """As many requests wait already as the queue takes."""
 
 
-class RequestFuture(Future[Any]):
-    """The result of a request; `cancel` also ends one that runs, at its next step."""
+@dataclass(frozen=True)
+class _Ended:
+    """How a request has ended on a rank.
 
-    def __init__(self, ask: Callable[[], None]) -> None:
-        super().__init__()
-        self._ask = ask
+    Attributes:
+        index: of the request.
+        kind: the type of the error that it raised; empty: it returned.
+        message: of the error, which may differ between ranks.
+    """
 
-    def cancel(self) -> bool:
-        """Returns False if the result was there already. The result of a cancelled request raises CancelledError."""
-        if super().cancel():
-            return True
-        if self.done():
-            return False
-        self._ask()
-        return True
-
-
-@dataclass(eq=False)
-class _Submission:
     index: int
-    arguments: Mapping[str, Any]
-    message: bytes
-    future: RequestFuture
-    on_step: OnStep | None
-    deadline: float | None
-    reason: str = ""
+    kind: str
+    message: str = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -74,13 +64,13 @@ class _News:
     Attributes:
         joining: index and pickled arguments of requests that join the ring.
         cancelled: index of requests that end at their next wait, and why.
-        ended: index of those that have ended since the last time, and the type of the error they raised.
+        ended: those that have ended since the last time.
         closed: no request is left, and none will come.
     """
 
     joining: list[tuple[int, bytes]] = field(default_factory=list)
     cancelled: list[tuple[int, str]] = field(default_factory=list)
-    ended: list[tuple[int, str]] = field(default_factory=list)
+    ended: list[_Ended] = field(default_factory=list)
     closed: bool = False
 
 
@@ -96,11 +86,11 @@ class RequestQueue:
         self._pipeline = pipeline
         self._rolling = rolling
         self._max_in_flight = max_in_flight
-        self._waiting: queue.Queue[_Submission] = queue.Queue(max_waiting)
-        self._submissions: dict[int, _Submission] = {}
+        self._waiting: queue.Queue[Submission] = queue.Queue(max_waiting)
+        self._submissions: dict[int, Submission] = {}
         self._running: dict[int, Request] = {}
         self._outputs: dict[int, Any] = {}
-        self._ended: list[tuple[int, str]] = []
+        self._ended: list[_Ended] = []
         self._count = 0
         self._closing = threading.Event()
         self._something = threading.Event()
@@ -129,14 +119,14 @@ class RequestQueue:
             raise ConfigError("only rank 0 takes requests: submit them where `queue.leads` is true.")
         if self._error is not None:
             raise self._error
-        message = b"" if self._rolling is None else _message(arguments)
+        message = b"" if self._rolling is None else as_message(arguments)
         with self._lock:
             if self._closing.is_set():
                 raise ConfigError("the queue is closed; submit requests inside the `with serve(...)` block.")
             index, self._count = self._count, self._count + 1
             future = RequestFuture(lambda: self._ask(index, "it was cancelled"))
             deadline = None if timeout is None else time.monotonic() + timeout
-            own = _Submission(index, arguments, message, future, on_step, deadline)
+            own = Submission(index, arguments, message, future, on_step, deadline)
             try:
                 self._waiting.put_nowait(own)
             except queue.Full:
@@ -201,7 +191,7 @@ class RequestQueue:
             except queue.Empty:
                 continue
             if self._starts(own):
-                self._call(own.index, own.arguments, _step_bars(own.on_step))()
+                self._call(own.index, partial(dict, own.arguments), _step_bars(own.on_step))()
                 self._finish(self._ended.pop())
 
     def _door(self) -> None:
@@ -209,32 +199,33 @@ class RequestQueue:
         assert rolling is not None
         door = rolling.turns.current()
         while True:
-            news = self._exchange(rolling.callers)
+            news = self._exchange(rolling)
             for index, reason in news.cancelled:
                 if index in self._running:
                     self._running[index].cancelled = reason
             for index, message in news.joining:
-                # Rank 0 takes what it sends: a generator that several requests share would draw otherwise there.
-                self._let_in(rolling, index, pickle.loads(message))
+                self._let_in(rolling, index, message)
             if news.closed:
                 return
             door.submitted = 1  # so that the turn passes
             rolling.turns.end_turn()
 
-    def _let_in(self, rolling: Rolling, index: int, arguments: Mapping[str, Any]) -> None:
+    def _let_in(self, rolling: Rolling, index: int, message: bytes) -> None:
         own = self._submissions.get(index)
-        bars = _step_bars(own.on_step if own is not None else None)
-        self._running[index] = rolling.turns.join(index, rolling.on_own_stream(self._call(index, arguments, bars)))
+        bars = _step_bars(own.report if own is not None else None)
+        # Rank 0 takes what it sends: a generator that several requests share would draw otherwise there.
+        call = self._call(index, partial(pickle.loads, message), bars)
+        self._running[index] = rolling.turns.join(index, rolling.on_own_stream(call))
 
-    def _exchange(self, callers: dist.ProcessGroup) -> _News:
+    def _exchange(self, rolling: Rolling) -> _News:
         """Rank 0 says what is new; the others compare how their requests have ended."""
         message = [self._news() if self.leads else None]
-        dist.broadcast_object_list(message, group_src=0, group=callers)
+        dist.broadcast_object_list(message, group_src=0, group=rolling.callers)
         news = message[0]
         assert isinstance(news, _News)
         mine, self._ended = self._ended, []
         if mine != news.ended:
-            raise RuntimeError(f"requests ended as {mine} on this rank, but as {news.ended} on rank 0")
+            raise rolling.guard.fail(InputError(_disagreement(mine, news.ended, rolling.mesh.world_rank)))
         for ended in mine:
             self._finish(ended)
         return news
@@ -257,7 +248,7 @@ class RequestQueue:
         idle = not joining and len(self._running) == len(self._ended) and self._waiting.empty()
         return _News(joining, cancelled, list(self._ended), closed=idle and self._closing.is_set())
 
-    def _starts(self, own: _Submission) -> bool:
+    def _starts(self, own: Submission) -> bool:
         """Whether a request that has waited still has to run."""
         if own.deadline is not None and time.monotonic() > own.deadline:
             own.reason = TIMED_OUT
@@ -268,60 +259,58 @@ class RequestQueue:
             return False
         return True
 
-    def _call(self, index: int, arguments: Mapping[str, Any], bars: Bars) -> Callable[[], None]:
-        """A request's thread: an error it raises ends it alone, if it raises the same on every rank."""
-        run = request_call(self._pipeline, arguments, bars)
+    def _call(self, index: int, arguments: Callable[[], Mapping[str, Any]], bars: Bars) -> Callable[[], None]:
+        """A request's thread: an error that is the request's own ends it alone."""
 
         def call() -> None:
             try:
-                output, kind = run(), ""
-            except RequestCancelledError as error:
-                output, kind = error, RequestCancelledError.__name__
-            except (InputError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
-                output, kind = error, type(error).__name__
+                output, ended = request_call(self._pipeline, arguments(), bars)(), _Ended(index, "", "")
+            except Exception as error:
+                if self._has_failed(error):
+                    raise
+                message = "".join(traceback.format_exception_only(error)).strip()
+                output, ended = error, _Ended(index, type(error).__name__, message)
             if index in self._submissions:
                 self._outputs[index] = output
-            self._ended.append((index, kind))
+            self._ended.append(ended)
 
         return call
 
-    def _finish(self, ended: tuple[int, str]) -> None:
-        index, kind = ended
-        self._running.pop(index, None)
-        own = self._submissions.pop(index, None)
+    def _has_failed(self, error: Exception) -> bool:
+        """Whether an error in a request says that the run has failed."""
+        rolling = self._rolling
+        return rolling is not None and (
+            rolling.guard.error is not None or rolling.turns.error is not None or is_effect(error)
+        )
+
+    def _finish(self, ended: _Ended) -> None:
+        self._running.pop(ended.index, None)
+        own = self._submissions.pop(ended.index, None)
         if own is None:
             return
-        output = self._outputs.pop(index)
-        if kind == RequestCancelledError.__name__:
+        output = self._outputs.pop(ended.index)
+        if own.error is not None:
+            own.future.set_exception(own.error)
+        elif ended.kind == RequestCancelledError.__name__:
             own.future.set_exception(TimeoutError(own.reason) if own.reason == TIMED_OUT else CancelledError())
-        elif kind:
+        elif ended.kind:
             own.future.set_exception(output)
         else:
             own.future.set_result(output)
 
 
-def _message(arguments: Mapping[str, Any]) -> bytes:
-    """A request as it goes to the other ranks; what cannot must fail here, since at the door it would end the queue.
+def _disagreement(here: Sequence[_Ended], on_first: Sequence[_Ended], rank: int) -> str:
+    """That a request has ended otherwise on this rank than on rank 0, and how."""
+    index = next(ended.index for ended in (*on_first, *here) if ended not in here or ended not in on_first)
 
-    Raises:
-        InputError: names the argument.
-    """
-    try:
-        return pickle.dumps(dict(arguments))
-    except Exception as error:
-        name = next((name for name, value in arguments.items() if not _can_travel(value)), "a request")
-        raise InputError(
-            f"{name}={arguments.get(name)!r} cannot be sent to the other ranks ({type(error).__name__}: {error}). A function "
-            "has to be one of a module, neither a lambda nor one inside another function; for progress use `on_step`."
-        ) from error
+    def told(every: Sequence[_Ended]) -> str:
+        own = next((ended for ended in every if ended.index == index), None)
+        return "still runs" if own is None else f"raised {own.message}" if own.kind else "returned"
 
-
-def _can_travel(value: Any) -> bool:
-    try:
-        pickle.dumps(value)
-    except Exception:
-        return False
-    return True
+    return (
+        f"request {index} {told(on_first)} on rank 0, but {told(here)} on rank {rank}. A request acts alike on all ranks: "
+        "what a callback does on one of them only must not raise."
+    )
 
 
 def _step_bars(on_step: OnStep | None) -> Bars:

@@ -1,11 +1,14 @@
 """A rank that dies, leaves, never comes or fails by itself ends the others with a message that names it and the cause."""
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from dit_pipelining.api import ParallelConfig, load_pipeline
+from dit_pipelining.comm.waking import is_effect
 from dit_pipelining.errors import CheckpointError, RemoteRankError
 from tests import checkpoints, faults
 from tests.distributed import RankPool
@@ -60,6 +63,18 @@ def test_a_part_of_a_text_encoder_that_fails_ends_the_others_that_wait_in_a_sum(
     assert (waiting.code, failed.code) == (1, 1)
     assert "RemoteRankError: rank 1 failed: MemoryError: only on rank 1" in waiting.errors
     assert "RemoteRankError" not in failed.errors
+
+
+def receive_nothing() -> bool:
+    if dist.get_rank() == 1:
+        return True
+    with pytest.raises(RuntimeError) as caught:
+        dist.irecv(torch.empty(1), src=1).wait(timedelta(milliseconds=50))
+    return is_effect(caught.value)
+
+
+def test_a_transfer_that_times_out_is_an_effect_of_what_went_wrong_elsewhere(ranks: RankPool) -> None:
+    assert ranks.run(2, receive_nothing) == [True, True]
 
 
 def load_where_rank_1_lacks_a_shard(folders: list[Path]) -> str:

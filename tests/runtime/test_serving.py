@@ -1,6 +1,7 @@
 """Requests that join and leave a running pipeline."""
 
 import gc
+import itertools
 import random
 import threading
 import time
@@ -12,10 +13,12 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+import torch.distributed as dist
 
 from dit_pipelining.api import ParallelConfig, load_pipeline, serve
-from dit_pipelining.errors import ConfigError, InputError
-from dit_pipelining.runtime.serving import QueueFullError, RequestFuture, RequestQueue
+from dit_pipelining.errors import ConfigError, InputError, RemoteRankError
+from dit_pipelining.runtime.serving import QueueFullError, RequestQueue
+from dit_pipelining.runtime.submissions import RequestFuture
 from tests import checkpoints
 from tests.distributed import RankPool
 
@@ -125,6 +128,162 @@ def test_an_error_in_the_block_cancels_what_waits(wan: Path) -> None:
     with pytest.raises(KeyError):
         stop()
     assert futures[-1].cancelled()
+
+
+class OwnError(Exception):
+    """Of a script's own, which cannot be rebuilt from its arguments."""
+
+    def __init__(self, step: int, word: str) -> None:
+        super().__init__(f"{word} at step {step}")
+
+
+class UnpicklableError(RuntimeError):
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.lock = threading.Lock()
+
+
+def raise_plain(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    raise RuntimeError("too dark")
+
+
+def raise_own(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    raise OwnError(step, "too bright")
+
+
+def raise_unpicklable(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    raise UnpicklableError("too green")
+
+
+def raise_at_second_step(done: int, total: int | None) -> None:
+    if done == 2:
+        raise RuntimeError("the client is gone")
+
+
+def raise_at_first_call(pipeline: Any) -> None:
+    """Let the text encoder, on the rank that has it, fail once."""
+    handles: list[Any] = []
+
+    def fail(*_: Any) -> None:
+        handles.pop().remove()
+        raise UnpicklableError("no such word")
+
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return
+    handles.append(pipeline.text_encoder.encoder.final_layer_norm.register_forward_hook(fail))
+
+
+def with_failing_requests(pipeline: Any) -> list[Any]:
+    """What seven requests give, of which every second one fails in another way."""
+    pipeline.set_progress_bar_config(disable=True)
+    raise_at_first_call(pipeline)
+    with torch.no_grad(), serve(pipeline, max_in_flight=3) as queue:
+        if not queue.leads:
+            return []
+        futures = [queue.submit(**seeded(0)), queue.submit(**seeded(1))]
+        for callback in (raise_plain, raise_own, raise_unpicklable):
+            futures.append(queue.submit(callback_on_step_end=callback, **seeded(2)))
+            futures.append(queue.submit(**seeded(3)))
+        futures.append(queue.submit(on_step=raise_at_second_step, **seeded(4)))
+        futures.append(queue.submit(**seeded(5)))
+        return [future.exception(timeout=60) or future.result().frames for future in futures]
+    raise AssertionError("a block that raises nothing is left by its return")
+
+
+def failing_requests_on_ranks(folder: Path) -> list[Any]:
+    outcomes = with_failing_requests(load_pipeline(folder, ParallelConfig(pipeline_parallel_size=2)))
+    return [(type(one).__name__, str(one)) if isinstance(one, Exception) else one for one in outcomes]
+
+
+FAILURES = {
+    0: ("UnpicklableError", "no such word"),
+    2: ("RuntimeError", "too dark"),
+    4: ("OwnError", "too bright at step 0"),
+    6: ("UnpicklableError", "too green"),
+    8: ("RuntimeError", "the client is gone"),
+}
+
+
+def test_whatever_a_request_raises_is_its_own_result_and_the_others_give_what_each_gives_alone(
+    ranks: RankPool, wan: Path
+) -> None:
+    plain = diffusers.DiffusionPipeline.from_pretrained(wan)
+    plain.set_progress_bar_config(disable=True)
+    alone = {index: plain(**seeded(index)).frames for index in (1, 3, 5)}
+    found = ranks.run(2, failing_requests_on_ranks, wan)[0]
+    assert {index: one for index, one in enumerate(found) if isinstance(one, tuple)} == FAILURES
+    for index, latents in enumerate(found):
+        if index not in FAILURES:
+            assert torch.equal(latents, alone[min(index, 3) if index < 9 else 5]), index
+
+
+def test_whatever_a_request_raises_is_its_own_result_in_one_process(wan: Path) -> None:
+    plain = diffusers.DiffusionPipeline.from_pretrained(wan)
+    outcomes = with_failing_requests(plain)
+    failed = {index: one for index, one in enumerate(outcomes) if isinstance(one, Exception)}
+    assert {index: (type(one).__name__, str(one)) for index, one in failed.items()} == FAILURES
+
+
+def raise_on_one_rank(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    if dist.get_rank() == 0:
+        raise KeyError("only here")
+    return tensors
+
+
+def failing_on_one_rank(folder: Path) -> list[str]:
+    pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=2))
+    pipeline.set_progress_bar_config(disable=True)
+    futures: list[RequestFuture] = []
+
+    def submit() -> None:
+        with serve(pipeline) as queue:
+            if queue.leads:
+                futures.append(queue.submit(callback_on_step_end=raise_on_one_rank, **seeded(0)))
+                futures.append(queue.submit(**seeded(1)))
+
+    with pytest.raises((InputError, RemoteRankError)) as ended:
+        submit()
+    return [str(ended.value), *(str(future.exception(timeout=0)) for future in futures)]
+
+
+def test_a_request_that_raises_on_one_rank_only_ends_the_queue_on_all_with_the_reason(
+    ranks: RankPool, wan: Path
+) -> None:
+    (of_first, _, of_other_request), (of_second,) = ranks.run(2, failing_on_one_rank, wan)
+    for message in (of_first, of_other_request, of_second):
+        assert "request 0 raised KeyError: 'only here' on rank 0, but still runs on rank 1" in message
+
+
+STEPS = (8, 2, 3, 2, 3, 2)
+"""Of requests that are submitted in this order."""
+
+
+def steps_in_time(folder: Path) -> list[int]:
+    """The numbers of the requests, in the order in which they made their steps."""
+    pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=2))
+    pipeline.set_progress_bar_config(disable=True)
+    made: list[int] = []
+    with serve(pipeline, max_in_flight=3) as queue:
+        if queue.leads:
+            for index, steps in enumerate(STEPS):
+                arguments = {**seeded(0), "num_inference_steps": steps}
+                queue.submit(on_step=lambda done, total, index=index: made.append(index), **arguments)
+    return made
+
+
+def test_requests_start_in_the_order_of_their_submission_and_none_is_overtaken_between_two_of_its_steps(
+    ranks: RankPool, wan: Path
+) -> None:
+    made, _ = ranks.run(2, steps_in_time, wan)
+    assert [made.count(index) for index in range(len(STEPS))] == list(STEPS)
+    assert list(dict.fromkeys(made)) == list(range(len(STEPS)))
+    for index in range(len(STEPS)):
+        places = [place for place, own in enumerate(made) if own == index]
+        for before, after in itertools.pairwise(places):
+            between = made[before + 1 : after]
+            assert len(between) == len(set(between)), f"{made}: request {index} waited while another made two steps"
+    last = {index: len(made) - made[::-1].index(index) for index in range(len(STEPS))}
+    assert all(last[index] < last[0] for index in range(1, 4)), f"{made}: short requests waited for the long one"
 
 
 MANY = 50
