@@ -7,13 +7,10 @@ import torch
 from torch import nn
 
 from dit_pipelining.capture.graph import value_bytes
-from dit_pipelining.comm.sends import SENDS_IN_FLIGHT
+from dit_pipelining.comm.peer_channels import SLOTS
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.planning.components import Components
 from dit_pipelining.planning.timeline import Workload
-
-RECEIVES_AT_A_TIME = 2
-"""Of the rolling schedule: those of the call that runs, and those of the next one."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class RankMemory:
         weights: of its stages, without copies.
         replicated: weights that a stage before it holds too.
         activations: of the fullest moment of its stages, or of decoding where that is fuller.
-        buffers: what is received ahead, and what was sent and is kept until it has arrived.
+        buffers: slots for what is received, which peer copies have on every rank, and copies of what waits to be sent.
         encoders: weights of text and image encoders.
         vae: weights of the VAE.
     """
@@ -52,7 +49,7 @@ def rank_memory(
     Args:
         splits: the transformers that differ, each with the number of those that are like it. They run one after the other,
             so that they share activations and buffers.
-        workload: says how many calls are on their way.
+        workload: the schedule, and who encodes and decodes.
         beside: the components, on the ranks that the first cut gives them.
     """
     return tuple(_rank(rank, splits, workload, beside) for rank in range(workload.num_stages))
@@ -96,13 +93,12 @@ def _activations(split: SplitModel, rank: int) -> int:
 
 
 def _buffers(split: SplitModel, rank: int, workload: Workload) -> int:
-    received = sum(value.bytes for value in split.boundaries[rank - 1]) if rank else 0
-    if rank < split.num_stages - 1:
-        sent = [value.bytes for value in split.boundaries[rank]]
-    else:
-        sent = [value_bytes(node) for node in split.graph.output_nodes]
+    crossing = [sum(value.bytes for value in values) for values in split.boundaries]
+    received = crossing[rank - 1] if rank else 0
+    results = sum(value_bytes(node) for node in split.graph.output_nodes)
+    is_last = rank == split.num_stages - 1
     if workload.schedule == "gpipe":  # torch's PipelineStage has buffers for every microbatch
-        return workload.requests * (received + sum(sent))
-    calls = workload.requests * workload.steps * workload.calls_per_step
-    kept = (sent * min(calls, SENDS_IN_FLIGHT))[-SENDS_IN_FLIGHT:]
-    return received * min(calls, RECEIVES_AT_A_TIME) + sum(kept)
+        return workload.requests * (received + (results if is_last else crossing[rank]))
+    if workload.num_ranks == 1:
+        return 0
+    return SLOTS * (max(crossing, default=0) + results + (0 if is_last else crossing[rank]))

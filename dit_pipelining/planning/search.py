@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from dit_pipelining.comm.sends import SENDS_IN_FLIGHT
+from dit_pipelining.comm.peer_channels import SLOTS
 from dit_pipelining.costs.collectives import hsdp_seconds, ring_seconds, tensor_seconds, ulysses_seconds
 from dit_pipelining.costs.devices import DeviceProfile, Link
 from dit_pipelining.costs.sharded import held_when_sharded
@@ -251,7 +251,7 @@ def _scaled(glue: BlockCost, scale: float, degrees: Degrees, copies: int) -> Blo
 
 
 def _buffers(costs: ModelCosts, stages: int) -> int:
-    """What is received ahead and kept until it has been sent, as in `planning/memory.py`, at the widest boundary."""
+    """Of a stage that receives and sends, as in `planning/memory.py`, at the widest boundary."""
     if stages == 1:
         return 0
-    return (2 + SENDS_IN_FLIGHT) * max(cost.boundary_bytes for cost in costs.blocks)
+    return 2 * SLOTS * max(cost.boundary_bytes for cost in costs.blocks)

@@ -7,7 +7,7 @@ comm/peer_channels.py), so no host waits for another one, and none for its GPU, 
 A tensor that another stream than its own works on must not be freed before that work is done. `Tensor.record_stream` would
 see to it, but then torch's allocator asks for the events of all such tensors whenever it is asked for memory, which in a
 stage is hundreds of times per call. So the tensors of a call are held here until its work is done, which is looked at once
-per call.
+per call; what goes to the next stage, which is large, is not among them (comm/outbox.py).
 
 [Note: the thread of the stage]
 What torch prepares for a kernel it keeps per thread: handles of cuBLAS and cuDNN, plans of cuDNN's attention and of its
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from dit_pipelining.comm.cuda_streams import new_stream
+from dit_pipelining.comm.outbox import Outbox
 from dit_pipelining.comm.peer_channels import slot_bytes
 from dit_pipelining.comm.peer_links import PeerLinks
 from dit_pipelining.runtime.calls import StageCall, StageFailedError, calling_context
@@ -50,6 +51,7 @@ class StageStreams:
         self.compute = new_stream(device)
         self.outgoing = new_stream(device, priority=-1)
         self.arrivals = [new_stream(device, priority=-1) for _ in range(links.mesh.replicas)]
+        self._outbox = Outbox()
         self._thread = ThreadPoolExecutor(1, "stage")
         self._unfinished: deque[tuple[torch.cuda.Event, Any]] = deque()
         self._held: list[deque[tuple[torch.cuda.Event, Any]]] = [deque() for _ in range(links.mesh.replicas + 1)]
@@ -129,20 +131,24 @@ class StageStreams:
             except BaseException as error:
                 self._fail(error)
                 raise
-            is_root = links.outgoing is None
             with torch.no_grad():
-                if is_root:
+                if links.outgoing is not None:
+                    leaving = self._outbox.put(outputs, self.compute)
+                else:
+                    leaving = call.results
                     for buffer, output in zip(call.results, outputs, strict=True):
                         buffer.copy_(output)
+            if links.incoming is not None:
+                links.incoming.release(self.compute)  # not earlier: what a stage passes on may lie in the slot
             computed = self.compute.record_event()
-        leaving = call.results if is_root else list(outputs)
         with torch.cuda.stream(self.outgoing), torch.no_grad():
             self.outgoing.wait_event(computed)
             for channel in links.results_to if links.outgoing is None else [links.outgoing]:
                 channel.send(leaving, self.outgoing)
-            if links.incoming is not None:
-                links.incoming.release(self.outgoing)  # what a stage passes on may lie in the slot
-            self._held[-1].append((self.outgoing.record_event(), [*call.leaves.values(), *leaving, *call.results]))
+            sent = self.outgoing.record_event()
+            if links.outgoing is not None:
+                self._outbox.sent(sent)
+            self._held[-1].append((sent, [*call.leaves.values(), *call.results]))
         return computed
 
     def _take_in(self, call: StageCall, ready: torch.cuda.Event) -> torch.cuda.Event:

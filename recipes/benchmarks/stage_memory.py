@@ -6,8 +6,8 @@ On one card, stage after stage: a stage's weights are filled at random, of both 
 stage runs one call on what the stage before it sent, and its weights go again. `peak` is the largest allocation meanwhile.
 
 What should happen: a stage holds its blocks and the glue that it computes, so weights are 1 / S of the model and a little
-more. On top come the activations of its largest block and one boundary tensor in and out. Text encoders and the VAE are not
-part of it: a pipeline holds them on one rank, not on all.
+more. On top come the activations of its largest block and what it receives; the buffers between ranks, which `show` counts
+too, are not here. Text encoders and the VAE are not part of it: a pipeline holds them on one rank, not on all.
 """
 
 import argparse
@@ -51,6 +51,8 @@ def stage_rows(facts: Preset, stages: int, device: torch.device) -> list[dict[st
             sent[number] = split.stages[stage].run(graph, sent[number], call.leaves)
         torch.cuda.synchronize(device)
         others = inputs_bytes(inputs)
+        received = sum(value.bytes for value in splits[0].boundaries[stage - 1]) if stage else 0
+        expected = predicted[stage].total - predicted[stage].buffers + received
         peak = torch.cuda.max_memory_allocated(device) - others
         rows.append(
             dict(
@@ -60,8 +62,8 @@ def stage_rows(facts: Preset, stages: int, device: torch.device) -> list[dict[st
                 weights=held,
                 weights_share=held / whole * stages,
                 peak=peak,
-                predicted=predicted[stage].total,
-                error=predicted[stage].total / peak - 1,
+                predicted=expected,
+                error=expected / peak - 1,
             )
         )
         print(rows[-1], flush=True)

@@ -121,6 +121,15 @@ class Numbered:
     def copy_(self, other: Any) -> None:
         if isinstance(other, Slot):
             self.machine.give(f"take in result {self.number}", lambda: self._expect(other))
+        else:
+            self.machine.give("copy into a buffer", lambda: self._become(other))
+
+    def _become(self, other: "Numbered") -> bool:
+        self.number = other.number
+        return True
+
+    def new_empty(self, shape: Any) -> "Numbered":
+        return Numbered(self.machine, -1)
 
     def _expect(self, slot: Slot) -> bool:
         assert self.machine.slots[slot.place] == self.number, "the slot holds another call's result"

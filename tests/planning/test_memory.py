@@ -6,7 +6,6 @@ import pytest
 
 from dit_pipelining.api import split_model
 from dit_pipelining.capture.graph import value_bytes
-from dit_pipelining.comm.sends import SENDS_IN_FLIGHT
 from dit_pipelining.planning.components import Components
 from dit_pipelining.planning.memory import rank_memory
 from dit_pipelining.planning.timeline import Workload
@@ -61,15 +60,17 @@ def test_without_owners_every_rank_holds_the_components(split):
     assert [(rank.encoders, rank.vae) for rank in ranks] == [(0, 0), (1000, 0), (0, 100)]
 
 
-def test_buffers_are_two_calls_ahead_and_the_last_sends(split):
+def test_buffers_are_slots_on_every_rank_and_copies_of_what_leaves(split):
     crossing = [sum(value.bytes for value in values) for values in split.boundaries]
-    tensors = len(split.boundaries[0])
-    assert tensors == 3
-    first, middle, last = rank_memory([(split, 1)], workload(requests=8), BESIDE)
-    kept = [value.bytes for _ in range(3) for value in split.boundaries[0]][-SENDS_IN_FLIGHT:]
-    assert first.buffers == sum(kept)
-    assert middle.buffers > 2 * crossing[0]
     (result,) = map(value_bytes, split.graph.output_nodes)
-    assert last.buffers == 2 * crossing[1] + SENDS_IN_FLIGHT * result
+    slots = 2 * (max(crossing) + result)
+    ranks = rank_memory([(split, 1)], workload(requests=8), BESIDE)
+    assert [rank.buffers for rank in ranks] == [slots + 2 * crossing[0], slots + 2 * crossing[1], slots]
     gpipe = rank_memory([(split, 1)], workload(requests=5, schedule="gpipe"), BESIDE)
     assert gpipe[1].buffers == 5 * (crossing[0] + crossing[1])
+
+
+def test_one_process_has_no_buffers(split):
+    whole = split_model(split.model, 1, build_inputs(CASES["WanTransformer3D"]))
+    alone = Workload(stage_seconds=(1.0,), transfer_seconds=(), encode_rank=0, decode_rank=0)
+    assert rank_memory([(whole, 1)], alone, BESIDE)[0].buffers == 0
