@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from diffusers import (
     AutoencoderKL,
@@ -205,6 +206,22 @@ def sd3(folder: Path, seed: int = 0) -> Path:
     )
     pipeline.save_pretrained(folder)
     return folder
+
+
+def write_gguf(folder: Path) -> None:
+    """Write the matrices of a FLUX pipeline's transformer as Q8_0, all else as it is, to `q8.gguf` in its folder."""
+    model = FluxTransformer2DModel.from_pretrained(folder / "transformer")
+    kind = gguf.GGMLQuantizationType.Q8_0
+    writer = gguf.GGUFWriter(folder / "q8.gguf", "flux")
+    for name, tensor in model.state_dict().items():
+        if tensor.ndim == 2 and tensor.shape[1] % 32 == 0:
+            writer.add_tensor(name, gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _randomised(model: torch.nn.Module) -> torch.nn.Module:

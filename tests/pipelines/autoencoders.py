@@ -4,6 +4,8 @@ from typing import Any
 
 import diffusers
 
+from tests.vaes import VAES
+
 
 def image_vae(channels: int = 4, blocks: int = 1, **options: Any) -> diffusers.AutoencoderKL:
     """The VAE of Stable Diffusion and FLUX; `blocks` - 1 halvings of the picture."""
@@ -90,23 +92,8 @@ def ltx_vae(channels: int = 4) -> diffusers.AutoencoderKLLTXVideo:
 
 def ltx2_vae(channels: int = 4) -> diffusers.AutoencoderKLLTX2Video:
     """LTX-2's video VAE."""
-    return diffusers.AutoencoderKLLTX2Video(
-        latent_channels=channels,
-        block_out_channels=(8,),
-        decoder_block_out_channels=(8,),
-        layers_per_block=(1,),
-        decoder_layers_per_block=(1, 1),
-        spatio_temporal_scaling=(True,),
-        decoder_spatio_temporal_scaling=(True,),
-        decoder_inject_noise=(False, False),
-        downsample_type=("spatial",),
-        upsample_residual=(False,),
-        upsample_type=("spatial",),
-        upsample_factor=(1,),
-        patch_size=1,
-        patch_size_t=1,
-        decoder_causal=False,
-    )
+    config = VAES["AutoencoderKLLTX2Video"].config | dict(latent_channels=channels)
+    return diffusers.AutoencoderKLLTX2Video(**config)
 
 
 def mochi_vae(channels: int = 4) -> diffusers.AutoencoderKLMochi:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import gguf
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ LAYOUTS = {"pp2": dict(pipeline_parallel_size=2), "pp2-cfg2": dict(pipeline_para
 @pytest.fixture(scope="module")
 def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = checkpoints.flux(tmp_path_factory.mktemp("addons") / "flux")
-    write_gguf(folder)
+    checkpoints.write_gguf(folder)
     return folder
 
 
@@ -45,22 +44,6 @@ def paint(pipeline: Any, **changes: Any) -> torch.Tensor:
         options["prompt"] = "a red cat"
     images: torch.Tensor = pipeline(generator=torch.Generator().manual_seed(7), **options | changes).images
     return images
-
-
-def write_gguf(folder: Path) -> None:
-    """The transformer's weights as Q8_0 where rows are long enough, as published GGUF files have them."""
-    writer = gguf.GGUFWriter(folder / "q8.gguf", "flux")
-    model = diffusers.FluxTransformer2DModel.from_pretrained(folder / "transformer")
-    for name, tensor in model.state_dict().items():
-        if tensor.ndim == 2 and tensor.shape[1] % 32 == 0 and "blocks" in name:
-            kind = gguf.GGMLQuantizationType.Q8_0
-            writer.add_tensor(name, gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(name, tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def with_single_files(folder: Path, layout: str | None) -> dict[str, torch.Tensor]:

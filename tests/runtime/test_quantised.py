@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import gguf
 import pytest
 import torch
 from diffusers import PipelineQuantizationConfig, TorchAoConfig
@@ -32,7 +31,7 @@ def int8() -> PipelineQuantizationConfig:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = checkpoints.flux(tmp_path_factory.mktemp("quantised") / "plain")
-    write_gguf(folder)
+    checkpoints.write_gguf(folder)
     return folder
 
 
@@ -43,23 +42,6 @@ def stored(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pipeline = diffusers.DiffusionPipeline.from_pretrained(plain, dtype=DTYPE, quantization_config=int8())
     pipeline.save_pretrained(folder)
     return folder
-
-
-def write_gguf(folder: Path) -> None:
-    """The transformer's matrices as Q8_0, those of the glue, too."""
-    model = diffusers.FluxTransformer2DModel.from_pretrained(folder / "transformer")
-    tensors = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-    kind = gguf.GGMLQuantizationType.Q8_0
-    writer = gguf.GGUFWriter(folder / "q8.gguf", "flux")
-    for name, tensor in tensors.items():
-        if tensor.ndim == 2 and tensor.shape[1] % 32 == 0:
-            writer.add_tensor(name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def paint(pipeline: Any, height: int = 8) -> torch.Tensor:
