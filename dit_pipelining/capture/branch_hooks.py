@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from dit_pipelining.diffusers_hooks import hooks_of, registry_of
+
 OF_THE_MODULE = ("fn_ref", "_metadata")
 """What a hook notes about the module that it is on."""
 
@@ -62,10 +64,9 @@ def read_hooks(model: nn.Module) -> tuple[BranchHook, ...]:
     """The hooks that are on a model."""
     found = []
     for name, module in model.named_modules():
-        registry = vars(module).get("_diffusers_hook")
-        for hook in getattr(registry, "hooks", {}).values():
+        for hook in hooks_of(module).values():
             options = {key: value for key, value in vars(hook).items() if key not in OF_THE_MODULE}
-            found.append(BranchHook(name, type(hook), tuple(sorted(options.items())), type(registry)))
+            found.append(BranchHook(name, type(hook), tuple(sorted(options.items())), type(registry_of(module))))
     return tuple(found)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from dit_pipelining.diffusers_hooks import hooks_of
 from dit_pipelining.errors import ConfigError
 
 CASTING = "LayerwiseCastingHook"
@@ -53,8 +54,7 @@ def cast_for_calls(model: nn.Module) -> Iterator[None]:
 
 def _casting_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     for module in model.modules():
-        registry = vars(module).get("_diffusers_hook")
-        for hook in getattr(registry, "hooks", {}).values():
+        for hook in hooks_of(module).values():
             if type(hook).__name__ == CASTING:
                 yield module, hook
 

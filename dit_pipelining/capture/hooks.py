@@ -4,6 +4,7 @@ from torch import nn
 
 from dit_pipelining.capture.casting import HARMLESS
 from dit_pipelining.capture.step_caches import goes_by_steps, keeps_steps
+from dit_pipelining.diffusers_hooks import hooks_of
 from dit_pipelining.errors import ConfigError
 
 CACHES = (
@@ -43,10 +44,9 @@ def refuse_hooks(model: nn.Module) -> None:
         ConfigError: names the first hook and its module, why it is refused and what to do.
     """
     for name, module in model.named_modules():
-        registry = vars(module).get("_diffusers_hook")
         hooks = [
             str(name)
-            for name, hook in getattr(registry, "hooks", {}).items()
+            for name, hook in hooks_of(module).items()
             if not (getattr(hook, CAPTURED, False) or type(hook).__name__ in HARMLESS)
             and not (keeps_steps(model) and goes_by_steps(hook))
         ]

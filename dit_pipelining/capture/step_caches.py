@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from dit_pipelining.capture.structure import map_tensors, tensors_in
+from dit_pipelining.diffusers_hooks import hooks_of
 
 CONFIGS = ("TaylorSeerCacheConfig",)
 """Configurations of such caches, by the name that their class has in diffusers."""
@@ -53,8 +54,7 @@ def step_hooks(model: nn.Module) -> Mapping[str, Any]:
 
 def _hooks_on(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
-        registry = vars(module).get("_diffusers_hook")
-        for hook in getattr(registry, "hooks", {}).values():
+        for hook in hooks_of(module).values():
             if goes_by_steps(hook):
                 yield name, hook
 

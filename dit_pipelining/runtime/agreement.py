@@ -20,6 +20,7 @@ import torch.distributed as dist
 from PIL import Image
 
 from dit_pipelining.errors import InputError
+from dit_pipelining.random_state import random_state, set_random_state
 
 DIGEST_BYTES = 16
 RANDOM_STATE = slice(2 * DIGEST_BYTES, 3 * DIGEST_BYTES)
@@ -44,7 +45,7 @@ def agree(call: str, arguments: Mapping[str, Any], group: dist.ProcessGroup, dev
     everything = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for name in sorted(digests):
         everything.update(digest(name) + digests[name])
-    mine = digest(call) + everything.digest() + _random_digest(device)
+    mine = digest(call) + everything.digest() + digest(random_state(device))
     own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     gathered = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(gathered, own, group=group)
@@ -188,20 +189,9 @@ def _by_value(values: Sequence[tuple[object, str]]) -> str:
     )
 
 
-def _random_digest(device: torch.device) -> bytes:
-    return digest([*_random_state(device)])
-
-
-def _random_state(device: torch.device) -> list[torch.Tensor]:
-    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *cuda]
-
-
 def _share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
     """A call without a generator draws the same noise everywhere: what rank 0 draws, as in one process."""
-    states = _random_state(device)
+    states = random_state(device)
     for state in states:
         dist.broadcast(state, group_src=0, group=group)
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
+    set_random_state(states, device)

@@ -1,7 +1,7 @@
 """One call of a transformer on its way through the stages, as one rank sees it, and what runs such calls."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ import torch
 from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.lowering.stage import StageModule
 from dit_pipelining.runtime.step_states import StepCall
-from dit_pipelining.torch_internals import autocast_state, version
+from dit_pipelining.torch_internals import version
 
 
 class StageFailedError(RuntimeError):
@@ -85,22 +85,3 @@ class StageRunner(Protocol):
 
     def close(self) -> None:
         """Finish what is in flight, unless there was an error."""
-
-
-def calling_context() -> Callable[[], Any]:
-    """The caller's grad, inference and autocast state, to be entered in another thread."""
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    states = [autocast_state("cpu")]
-    if torch.cuda.is_available():
-        states.append(autocast_state("cuda"))
-
-    def enter() -> Any:
-        stack = ExitStack()
-        stack.enter_context(torch.inference_mode(inference))
-        stack.enter_context(torch.set_grad_enabled(grad and not inference))
-        for device_type, enabled, dtype in states:
-            if enabled:
-                stack.enter_context(torch.autocast(device_type, dtype=dtype))
-        return stack
-
-    return enter

@@ -27,9 +27,10 @@ from dit_pipelining.comm.components import OwnerLinks, portable
 from dit_pipelining.comm.links import Work
 from dit_pipelining.comm.packing import Packed, pack, tensor_in, unpack
 from dit_pipelining.errors import ConfigError
+from dit_pipelining.random_state import differ, random_state, set_random_state
 from dit_pipelining.runtime.pending import resolved
 from dit_pipelining.runtime.rolling import Rolling
-from dit_pipelining.runtime.turns import OtherRequestFailedError, RequestCancelledError, random_state, set_random_state
+from dit_pipelining.runtime.turns import OtherRequestFailedError, RequestCancelledError
 from dit_pipelining.runtime.withheld import refuse_withheld, withheld
 from dit_pipelining.sharding.teams import TeamWork
 from dit_pipelining.torch_internals import tree_flatten
@@ -161,9 +162,9 @@ class OwnedComponent:
         finally:
             self.running = False
         after = random_state()
-        message["random"] = after if _differ(before, after) else None
+        message["random"] = after if differ(before, after) else None
         states = [generator.get_state() for generator in _generators(args, kwargs)]
-        message["seeds"] = states if _differ(seeds, states) else None
+        message["seeds"] = states if differ(seeds, states) else None
         return message, flats, error, result
 
     def _checked(self, function: Call, args: Any, kwargs: Any) -> Any:
@@ -247,8 +248,3 @@ class OwnedComponent:
 def _generators(*values: Any) -> list[torch.Generator]:
     leaves, _ = tree_flatten(values)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
-
-
-def _differ(one: Any, other: Any) -> bool:
-    pairs = zip(tree_flatten(one)[0], tree_flatten(other)[0], strict=True)
-    return any(before is not after and not torch.equal(before, after) for before, after in pairs)

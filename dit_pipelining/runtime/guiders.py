@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dit_pipelining.capture.branch_hooks import BranchHook, ask_hooks, read_hooks
 from dit_pipelining.config import ParallelConfig
+from dit_pipelining.diffusers_hooks import REGISTRY
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.torch_internals import FSDP_ATTRIBUTES
 
@@ -31,7 +32,7 @@ REPEATABLE = (
 ConfigOf = Callable[[Any], ParallelConfig | None]
 """How a model is spread over ranks; None: it is not."""
 
-LEFT_BY_HOOKS = "_diffusers_hook", "forward"
+LEFT_BY_HOOKS = REGISTRY, "forward"
 """What hooks leave on a module."""
 
 

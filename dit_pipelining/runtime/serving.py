@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from dit_pipelining.comm.waking import is_effect
 from dit_pipelining.errors import ConfigError, InputError
 from dit_pipelining.runtime.bars import Advance, Bars
+from dit_pipelining.runtime.modes import Enter, request_mode
 from dit_pipelining.runtime.requests import request_call
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.runtime.submissions import TIMED_OUT, OnStep, RequestFuture, Submission, as_message
@@ -96,9 +96,7 @@ class RequestQueue:
         self._something = threading.Event()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
-        mode = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._thread = threading.Thread(target=self._serve, args=(*mode, device), name="queue", daemon=True)
+        self._thread = threading.Thread(target=self._serve, args=[request_mode()], name="queue", daemon=True)
         self._thread.start()
 
     def submit(self, *, timeout: float | None = None, on_step: OnStep | None = None, **arguments: Any) -> RequestFuture:
@@ -165,11 +163,9 @@ class RequestQueue:
                 self._submissions[index].reason = reason
         self._something.set()
 
-    def _serve(self, grad: bool, inference: bool, device: int | None) -> None:
-        if device is not None:
-            torch.cuda.set_device(device)
+    def _serve(self, mode: Enter) -> None:
         try:
-            with torch.inference_mode(inference), torch.set_grad_enabled(grad and not inference):
+            with mode():
                 if self._rolling is None:
                     self._serve_alone()
                 else:

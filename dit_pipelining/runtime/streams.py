@@ -31,7 +31,8 @@ from dit_pipelining.comm.cuda_streams import new_stream
 from dit_pipelining.comm.outbox import Outbox
 from dit_pipelining.comm.peer_channels import slot_bytes
 from dit_pipelining.comm.peer_links import PeerLinks
-from dit_pipelining.runtime.calls import StageCall, StageFailedError, calling_context
+from dit_pipelining.runtime.calls import StageCall, StageFailedError
+from dit_pipelining.runtime.modes import calling_mode
 
 
 class StageStreams:
@@ -67,7 +68,7 @@ class StageStreams:
         ready = torch.cuda.current_stream(self.device).record_event()
         call.state = None
         if call.replica == mesh.replica:
-            computed = self._thread.submit(self._run_as, calling_context(), call, ready).result()
+            computed = self._thread.submit(self._run_as, calling_mode(), call, ready).result()
             if mesh.stage == mesh.pipeline_size - 1:
                 call.state = computed
         if call.state is None:

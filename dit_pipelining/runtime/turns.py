@@ -8,13 +8,14 @@ ideal throughput).
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from dit_pipelining.random_state import random_state, set_random_state
+from dit_pipelining.runtime.modes import Enter, request_mode
 from dit_pipelining.runtime.threads import Threads
 
 
@@ -39,7 +40,7 @@ class Request:
 
     index: int
     submitted: int = 0
-    random_state: Any = None
+    random_state: list[torch.Tensor] = field(default_factory=list)
     cancelled: str = ""
     wake: threading.Condition = field(default_factory=threading.Condition)
 
@@ -55,7 +56,8 @@ class Turns:
     error: BaseException | None = None
     _ring: list[Request] = field(default_factory=list)
     _turn: Request | None = None
-    _mode: "_Mode | None" = None
+    _mode: Enter | None = None
+    _random_state: list[torch.Tensor] = field(default_factory=list)
     _threads: Threads = field(default_factory=Threads)
     _ended: list[threading.Event] = field(default_factory=list)
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -108,9 +110,9 @@ class Turns:
 
             self.join(index, call)
 
-        state = random_state()
+        self._random_state = random_state()
         self.error = None  # of an earlier run that failed alike on all ranks
-        self._mode = _Mode.current(state)
+        self._mode = request_mode()
         self._ended = []
         for _ in range(min(in_flight or len(functions), len(functions))):
             start_next()
@@ -118,7 +120,7 @@ class Turns:
             self._give_turn(self._ring[0])
         while unfinished := [ended for ended in self._ended if not ended.is_set()]:  # more are added while others run
             unfinished[0].wait(0.2)  # short, so that Ctrl-C is noticed
-        set_random_state(state)
+        set_random_state(self._random_state)
         self._turn = None
         if self.error is not None:
             raise self.error
@@ -128,7 +130,7 @@ class Turns:
         """Let a function join the ring that runs, as its last request; called by the one whose turn it is."""
         mode = self._mode
         assert mode is not None  # `run` runs
-        request = Request(index, random_state=mode.random_state, wake=threading.Condition(self._lock))
+        request = Request(index, random_state=self._random_state, wake=threading.Condition(self._lock))
         run = contextvars.copy_context().run
         with self._lock:
             self._ring.append(request)
@@ -141,12 +143,13 @@ class Turns:
         """How many requests beside the one that asks are in the ring."""
         return len(self._ring) - 1
 
-    def _run(self, request: Request, function: Callable[[], None], mode: "_Mode") -> None:
+    def _run(self, request: Request, function: Callable[[], None], mode: Enter) -> None:
         _current.set(request)
         try:
             with self._lock:
                 self._await(request)
-            with mode.entered():
+            with mode():
+                set_random_state(request.random_state)
                 function()
         except OtherRequestFailedError:
             pass
@@ -169,40 +172,3 @@ class Turns:
         request.wake.wait_for(lambda: self._turn is request or self.error is not None)
         if self.error is not None:
             raise OtherRequestFailedError("another request failed") from self.error
-
-
-@dataclass(frozen=True)
-class _Mode:
-    """What the code that runs requests has set for its thread, and each of theirs needs too."""
-
-    grad: bool
-    inference: bool
-    device: int | None
-    random_state: Any
-
-    @classmethod
-    def current(cls, random_state: Any) -> "_Mode":
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), device, random_state)
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        if self.device is not None:
-            torch.cuda.set_device(self.device)
-        set_random_state(self.random_state)
-        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad and not self.inference):
-            yield
-
-
-def random_state() -> Any:
-    """The state of torch's global generators: of the CPU, and of the current GPU if there is one."""
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), cuda
-
-
-def set_random_state(state: Any) -> None:
-    """Go back to what `random_state` returned."""
-    cpu, cuda = state
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda)

@@ -19,7 +19,8 @@ import torch
 
 from dit_pipelining.comm.links import ReplicaLinks, Work
 from dit_pipelining.comm.sends import SECONDS_TO_LEAVE, Sends
-from dit_pipelining.runtime.calls import StageCall, StageFailedError, calling_context
+from dit_pipelining.runtime.calls import StageCall, StageFailedError
+from dit_pipelining.runtime.modes import calling_mode
 
 
 @dataclass(eq=False)
@@ -78,7 +79,7 @@ class StageWorker:
         if self.error is not None:
             raise StageFailedError("a stage failed on this rank; nothing can go on") from self.error
         links = self.links[call.replica]
-        call.state = progress = _Progress(links, calling_context())
+        call.state = progress = _Progress(links, calling_mode())
         if self.rank in links.ranks:
             if self.stream is not None:
                 progress.ready = torch.cuda.current_stream(self.device).record_event()

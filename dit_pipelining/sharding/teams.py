@@ -203,15 +203,3 @@ class Talk:
         with self.watched():
             packed = link.receive_header()
             return unpack(packed, tensor_in(link.receive(packed.parts, link.everyone)))
-
-
-def random_state(device: torch.device) -> list[torch.Tensor]:
-    """The random states of torch, on the host and on this rank's device."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
-def set_random_state(device: torch.device, state: Sequence[torch.Tensor]) -> None:
-    """Take such states over."""
-    torch.set_rng_state(state[0].cpu())
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[1].cpu(), device)

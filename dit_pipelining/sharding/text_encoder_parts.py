@@ -17,7 +17,8 @@ from typing import Any
 
 from dit_pipelining.comm.components import portable
 from dit_pipelining.comm.failure import AGREEMENT_SECONDS
-from dit_pipelining.sharding.teams import Talk, random_state, set_random_state
+from dit_pipelining.random_state import random_state, set_random_state
+from dit_pipelining.sharding.teams import Talk
 
 
 class TextEncoderParts:
@@ -58,7 +59,7 @@ class TextEncoderParts:
         if self.talk.own is None:
             return
         there, back = self.talk.own
-        set_random_state(self.talk.device, self.talk.receive(there))
+        set_random_state(self.talk.receive(there), self.talk.device)
         _, error = _attempt(call)
         told = None if error is None else portable(error, f"raised by {self.name!r} on rank {self.talk.rank}")
         with self._ending_the_run_if_alone(error):

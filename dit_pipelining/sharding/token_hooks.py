@@ -16,6 +16,7 @@ from diffusers.hooks import ModelHook
 from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function
 
+from dit_pipelining.diffusers_hooks import hooks_of
 from dit_pipelining.errors import ConfigError, InputError
 from dit_pipelining.sharding.groups import SequenceGroups, exchange_sizes, gather_parts, split_sizes
 from dit_pipelining.sharding.sequence_plans import TEXT
@@ -204,8 +205,7 @@ class AttentionHook(ModelHook):
 
 def splits_tokens_of(model: nn.Module) -> bool:
     """Whether the tokens of each call of this model are split."""
-    registry = vars(model).get("_diffusers_hook")
-    return registry is not None and any(isinstance(hook, TokenHook) for hook in registry.hooks.values())
+    return any(isinstance(hook, TokenHook) for hook in hooks_of(model).values())
 
 
 def sp_shard(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Tensor:

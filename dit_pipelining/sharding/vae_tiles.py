@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import nn
 
 from dit_pipelining.comm.components import portable
+from dit_pipelining.random_state import differ, random_state, set_random_state
 from dit_pipelining.sharding.deferred import Recorder, parts_of, without_deferred
-from dit_pipelining.sharding.teams import Talk, random_state, set_random_state
+from dit_pipelining.sharding.teams import Talk
 from dit_pipelining.sharding.tile_jobs import Job, Result, Step, run_steps
 from dit_pipelining.sharding.tile_ranks import assign_tiles, usable_paces
 
@@ -121,7 +122,7 @@ class VaeTiles:
             self.talk.finish(own)
         answers += [self.talk.receive(back) for _, back, _ in helpers]
         if any(answer["draws"] for answer in answers):
-            set_random_state(self.device, state)
+            set_random_state(state, self.device)
             for own, before in contents:
                 own[:] = before
             self._in_order = True
@@ -159,7 +160,7 @@ class VaeTiles:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # see [Note: order on the groups of components]
         seconds = time.perf_counter() - started
-        draws = any(not torch.equal(*pair) for pair in zip(before, random_state(self.device), strict=True))
+        draws = differ(before, random_state(self.device))
         return {"values": values, "seconds": seconds, "draws": draws, "error": error}
 
     def _tell_of_few_tiles(self, count: int) -> None:
