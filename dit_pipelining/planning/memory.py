@@ -86,9 +86,7 @@ def _tensors(stage: nn.Module) -> list[torch.Tensor]:
 
 def _activations(split: SplitModel, rank: int) -> int:
     assert split.cut is not None
-    costs = split.cut.costs
-    start, end = split.partition.ranges[rank]
-    work = costs.blocks[start:end] + costs.glue(rank, split.num_stages)
+    work = split.partition.stage_work(split.cut.costs)[rank]
     return max((cost.activation_bytes for cost in work), default=0)
 
 

@@ -23,6 +23,7 @@ from dit_pipelining.costs.collectives import hsdp_seconds, ring_seconds, tensor_
 from dit_pipelining.costs.devices import DeviceProfile, Link
 from dit_pipelining.costs.sharded import held_when_sharded
 from dit_pipelining.planning.degrees import Degrees, every_way, problem_of
+from dit_pipelining.planning.forecast import result_seconds, transfer_seconds
 from dit_pipelining.planning.simulation import simulate
 from dit_pipelining.planning.timeline import Workload
 from dit_pipelining.planning.work import BlockWork, ModelWork
@@ -121,7 +122,7 @@ def sharded_costs(work: ModelWork, degrees: Degrees, link: Link) -> ModelCosts:
     for block in work.blocks:
         compute, sending = _block_seconds(block, degrees, link, scale)
         whole = block.weights / degrees.tensor
-        gather = hsdp_seconds(whole, degrees.shards, link)
+        gather = _gather_seconds(block, degrees, link)
         kept, gathered = held_when_sharded(whole, degrees.shards)
         blocks.append(
             BlockCost(
@@ -157,20 +158,12 @@ def _way(work: ModelWork, degrees: Degrees, device: DeviceProfile, link: Link) -
         for own in fixed
     ]
     partition = balanced(costs, ranks)
-    seconds = tuple(
-        math.fsum(cost.seconds for cost in (*costs.blocks[start:end], *costs.glue(stage, stages)))
-        for stage, (start, end) in enumerate(partition.ranges)
-    )
     line = stages * degrees.cfg
-    hops = math.ceil(math.log2(line)) if line > 1 else 0
     samples = _samples(work, degrees)
-    result = link.latency_seconds + work.result_bytes * samples / work.batch / link.usable_bytes_per_second
     load = Workload(
-        stage_seconds=seconds,
-        transfer_seconds=tuple(
-            ranks[0].transfer_seconds(costs.boundary_bytes(end)) for _, end in partition.ranges[:-1]
-        ),
-        result_seconds=hops * result,
+        stage_seconds=tuple(partition.compute_seconds(costs, ranks)),
+        transfer_seconds=tuple(transfer_seconds(link, [costs.boundary_bytes(end)]) for _, end in partition.ranges[:-1]),
+        result_seconds=result_seconds(link, [work.result_bytes * samples / work.batch], line),
         steps=work.steps,
         calls_per_step=work.calls * work.batch // samples,
         replicas=degrees.cfg,
@@ -221,6 +214,11 @@ def _block_seconds(block: BlockWork, degrees: Degrees, link: Link, scale: float)
     }
 
 
+def _gather_seconds(block: BlockWork, degrees: Degrees, link: Link) -> float:
+    """Seconds until HSDP has a block's weights whole."""
+    return hsdp_seconds(block.weights / degrees.tensor, degrees.shards, link)
+
+
 def _sums(work: ModelWork, degrees: Degrees, link: Link) -> tuple[float, dict[str, float]]:
     """What all of a call computes, and what it waits for, by dimension."""
     scale = _samples(work, degrees) / work.batch
@@ -229,7 +227,7 @@ def _sums(work: ModelWork, degrees: Degrees, link: Link) -> tuple[float, dict[st
     for block in work.blocks:
         compute, sending = _block_seconds(block, degrees, link, scale)
         computing += compute
-        gather = hsdp_seconds(block.weights / degrees.tensor, degrees.shards, link)
+        gather = _gather_seconds(block, degrees, link)
         sending["hsdp"] = max(gather - compute - sum(sending.values()), 0.0)
         for name, value in sending.items():
             total[name] = total.get(name, 0.0) + value
