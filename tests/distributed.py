@@ -110,6 +110,7 @@ def _run_as_rank(rank: int, world_size: int, store: str, function: Callable[...,
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     file_store = dist.FileStore(store, world_size)
     dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world_size, timeout=GLOO_TIMEOUT)
+    dist.monitored_barrier(timeout=GLOO_TIMEOUT)  # a rank that is done at once would end what others still connect to
     try:
         with torch.no_grad():
             return function(*args)

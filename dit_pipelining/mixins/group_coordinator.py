@@ -66,6 +66,7 @@ class GroupCoordinator:
         self.rank_in_group = self.ranks.index(self.rank)
         self._direct = backend != "gloo"
         self._warm_up()
+        self.barrier()  # a rank that ends its groups at once would end those that others are still connecting to
 
     @property
     def first_rank(self) -> int:
