@@ -15,6 +15,7 @@ from torch import nn
 
 from dit_pipelining.errors import CheckpointError
 from dit_pipelining.sharding.tensor_layers import Shard
+from dit_pipelining.weights.staging import staged
 
 WEIGHTS = "diffusion_pytorch_model"
 
@@ -54,7 +55,7 @@ class Checkpoint:
     def read(
         self, names: Iterable[str], device: torch.device, shards: Mapping[str, Shard] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read tensors one after the other, straight to `device`, each file opened once.
+        """Read tensors one after the other to `device`, file by file: to a GPU through pinned memory, on the CPU as views.
 
         Args:
             names: of the tensors, in the files.
@@ -64,11 +65,17 @@ class Checkpoint:
         Raises:
             CheckpointError: a file is missing or damaged.
         """
+        shards = shards or {}
         for path, wanted in self._by_file(names).items():
-            with _opened(path, device) as file:
-                for name in wanted:
-                    shard = shards.get(name) if shards else None
-                    yield name, file.get_tensor(name) if shard is None else shard.of(file.get_slice(name))
+            cut = [name for name in wanted if name in shards]
+            whole = [name for name in wanted if name not in shards]
+            if cut:
+                with _opened(path, device) as file:
+                    yield from ((name, shards[name].of(file.get_slice(name))) for name in cut)
+            if whole:
+                with _opened(path) as file:
+                    mapped = ((name, file.get_tensor(name)) for name in whole)
+                    yield from mapped if device.type == "cpu" else staged(mapped, device)
 
     def _by_file(self, names: Iterable[str]) -> dict[Path, list[str]]:
         by_file: dict[Path, list[str]] = {}
