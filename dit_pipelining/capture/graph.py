@@ -18,6 +18,7 @@ from dit_pipelining.capture.chain import main_chain
 from dit_pipelining.capture.code import compile_nodes
 from dit_pipelining.capture.hooks import refuse_hooks
 from dit_pipelining.capture.kept import KeptFunction
+from dit_pipelining.capture.record import Record
 from dit_pipelining.capture.signature import (
     CallInputs,
     ObjectTensor,
@@ -27,7 +28,7 @@ from dit_pipelining.capture.signature import (
 )
 from dit_pipelining.capture.state import GlueState
 from dit_pipelining.capture.step_caches import step_hooks, without_step_hooks
-from dit_pipelining.capture.trace import Tracer, trace
+from dit_pipelining.capture.trace import trace
 from dit_pipelining.capture.values import CHANGES_EACH_STEP, Questions
 from dit_pipelining.errors import BlocksNotFoundError, ConfigError
 
@@ -198,29 +199,29 @@ def capture(
     main_input = first_argument(forward)
     hooks = asked_hooks(model)
     with without_step_hooks(model), cast_for_calls(model), hooked(model, hooks):
-        tracer = trace(model, forward, names, inputs, main_input, count_work)
-    questions = _questions(tracer)
-    live = _live_nodes(tracer.graph, tracer.output)
-    for node in reversed(list(tracer.graph.nodes)):
+        record = trace(model, forward, names, inputs, main_input, count_work)
+    questions = _questions(record)
+    live = _live_nodes(record.graph, record.output)
+    for node in reversed(list(record.graph.nodes)):
         if node not in live:
-            tracer.graph.erase_node(node)
-    calls = [node for node in tracer.graph.nodes if "block" in node.meta]
+            record.graph.erase_node(node)
+    calls = [node for node in record.graph.nodes if "block" in node.meta]
     if not calls:
         raise BlocksNotFoundError(
             f"the forward of {type(model).__name__} calls none of its blocks ({', '.join(names[:3])}, ...) with these "
             "inputs. Name the blocks it does call with blocks=[...]."
         )
-    chain = main_chain(tracer.graph, calls, main_input)
+    chain = main_chain(record.graph, calls, main_input)
     graph = BlockGraph(
-        graph=tracer.graph,
+        graph=record.graph,
         blocks=tuple(chain),
         side_blocks=tuple(call for call in calls if call not in set(chain)),
         main_input=main_input,
-        output=tracer.output,
-        constants=tracer.constants,
+        output=record.output,
+        constants=record.constants,
         questions=questions,
-        object_tensors=tracer.object_tensors,
-        lora_scale=tracer.lora_scale,
+        object_tensors=record.object_tensors,
+        lora_scale=record.lora_scale,
         signature=inputs.signature,
         hooks=hooks,
     )
@@ -326,32 +327,32 @@ def _nodes_in(item: Any) -> Iterator[fx.Node]:
             yield from _nodes_in(part)
 
 
-def _questions(tracer: Tracer) -> tuple[Questions, ...]:
+def _questions(record: Record) -> tuple[Questions, ...]:
     """The questions a trace asked, compiled into one function per set of inputs."""
     groups: dict[tuple[str, ...], list[tuple[fx.Node, Any]]] = {}
-    for node, answer in tracer.values.asked:
+    for node, answer in record.asked:
         sources = {source.meta["input"] for source in ancestors([node]) if source.op == "placeholder"}
-        if sources or _weights_behind([node], tracer):
+        if sources or _weights_behind([node], record):
             groups.setdefault(tuple(sorted(sources)), []).append((node, answer))
     made = []
     for inputs, asked in groups.items():
         askers = [node for node, _ in asked]
         needed = ancestors(askers)
-        nodes = [node for node in tracer.graph.nodes if node in needed]
+        nodes = [node for node in record.graph.nodes if node in needed]
         arguments = {node.meta["input"]: node for node in nodes if node.op == "placeholder"}
-        function = compile_nodes(nodes, askers, [arguments[path] for path in inputs], tracer.constants)
+        function = compile_nodes(nodes, askers, [arguments[path] for path in inputs], record.constants)
         made.append(
             Questions(
-                KeptFunction(inputs, _weights_behind(askers, tracer), function), tuple(answer for _, answer in asked)
+                KeptFunction(inputs, _weights_behind(askers, record), function), tuple(answer for _, answer in asked)
             )
         )
     return tuple(made)
 
 
-def _weights_behind(nodes: Iterable[fx.Node], tracer: Tracer) -> tuple[str, ...]:
+def _weights_behind(nodes: Iterable[fx.Node], record: Record) -> tuple[str, ...]:
     """Names of the model's own tensors that these nodes are computed from."""
     targets = {str(node.target) for node in ancestors(nodes) if node.op == "get_attr"}
-    return tuple(sorted(targets - set(tracer.constants)))
+    return tuple(sorted(targets - set(record.constants)))
 
 
 def _live_nodes(graph: fx.Graph, output: Any) -> set[fx.Node]:

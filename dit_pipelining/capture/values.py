@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CellType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +21,9 @@ from torch import fx, nn
 
 from dit_pipelining.capture import replay
 from dit_pipelining.capture.kept import KeptFunction
+from dit_pipelining.capture.record import Record
 from dit_pipelining.capture.structure import map_tensors, tensors_in
 from dit_pipelining.torch_internals import real_tensors
-
-if TYPE_CHECKING:
-    from dit_pipelining.capture.trace import Tracer
 
 CHANGES_EACH_STEP = re.compile(r"timestep|sigma|guidance|(^|_)t$")
 """Names of inputs that are new at every denoising step, beside the latents."""
@@ -70,15 +68,10 @@ def summary(result: Any) -> Any:
 
 
 class Values:
-    """Real values of what a tracer has recorded so far, computed on demand.
+    """Real values of what has been recorded so far, computed on demand."""
 
-    Attributes:
-        asked: the questions whose answers depend on inputs: a node that asks, and the answer.
-    """
-
-    def __init__(self, tracer: "Tracer") -> None:
-        self.tracer = tracer
-        self.asked: list[tuple[fx.Node, Any]] = []
+    def __init__(self, record: Record) -> None:
+        self.record = record
         self._known: dict[fx.Node, Any] = {}
         self._random: torch.Generator | None = None
 
@@ -96,25 +89,25 @@ class Values:
 
         def real(tensor: torch.Tensor) -> Any:
             try:
-                return self.value_of(self.tracer.node_of(tensor))
+                return self.value_of(self.record.node_of(tensor))
             except ValueNeededError:
                 if not some_known or not tensor.is_floating_point():
                     raise
                 like = (tuple(tensor.shape), tensor.dtype, tensor.device)
-                blanks[id(tensor)] = tensor, self.tracer.graph.call_function(replay.blank, like)
+                blanks[id(tensor)] = tensor, self.record.graph.call_function(replay.blank, like)
                 return replay.blank(*like)
 
         with real_tensors(), torch.no_grad():
             result = func(*map_tensors(real, args), **map_tensors(real, kwargs))
         operation, call_args = replay.as_node_call(func, args)
-        with self.tracer.known_as(blanks):
-            question = self.tracer.create(operation, call_args, kwargs)
-        self.asked.append((question, summary(result)))
-        return map_tensors(self.tracer.fake, result)
+        with self.record.known_as(blanks):
+            question = self.record.create(operation, call_args, kwargs)
+        self.record.asked.append((question, summary(result)))
+        return map_tensors(self.record.fake, result)
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         try:
-            self.value_of(self.tracer.node_of(tensor))
+            self.value_of(self.record.node_of(tensor))
         except ValueNeededError:
             return False
         return True
@@ -131,14 +124,14 @@ class Values:
         return self._known[node]
 
     def _compute(self, node: fx.Node) -> Any:
-        tracer = self.tracer
+        record = self.record
         if self.standing_in and "shape" in node.meta and node.meta["dtype"].is_floating_point:
             return self._random_like(node)
         if node.op == "placeholder":
             return self._input(node.meta["input"])
         if node.op == "get_attr":
             target = str(node.target)
-            value = tracer.constants[target] if target in tracer.constants else tracer.originals[target]
+            value = record.constants[target] if target in record.constants else record.originals[target]
             if isinstance(value, torch.Tensor) and value.device.type == "meta":
                 raise ValueNeededError(f"the values of {target!r}, which is not loaded")
             return value
@@ -151,7 +144,7 @@ class Values:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _input(self, path: str) -> Any:
-        value = self.tracer.inputs.leaves[path]
+        value = self.record.inputs.leaves[path]
         if not isinstance(value, torch.Tensor):
             raise ValueNeededError(f"what is inside the object {path!r}")
         if value.device.type == "meta":
@@ -159,7 +152,7 @@ class Values:
                 f"the values of the input {path!r}, which was given without values (on the meta device)"
             )
         name = path.split(".")[0]
-        if name == self.tracer.main_input or CHANGES_EACH_STEP.search(name):
+        if name == self.record.main_input or CHANGES_EACH_STEP.search(name):
             raise ValueNeededError(f"the values of the input {path!r}, which changes at every step")
         return value.clone()
 
@@ -180,7 +173,7 @@ class Values:
 
         def real(tensor: torch.Tensor) -> Any:
             self.answer(torch.Tensor.tolist, (tensor,), {})
-            return self.value_of(self.tracer.node_of(tensor))
+            return self.value_of(self.record.node_of(tensor))
 
         return map_tensors(real, content)
 
@@ -191,12 +184,12 @@ class Values:
         For the inner code of a block that looks at values, such as the routing of tokens to experts: only the shape of
         the block's output matters, and the block itself runs on real values later.
         """
-        asked, known = list(self.asked), dict(self._known)
+        asked, known = list(self.record.asked), dict(self._known)
         self._random = torch.Generator().manual_seed(0)
         try:
             yield
         finally:
-            self.asked, self._known, self._random = asked, known, None
+            self.record.asked, self._known, self._random = asked, known, None
 
     @property
     def standing_in(self) -> bool:
