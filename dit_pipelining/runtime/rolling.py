@@ -23,7 +23,8 @@ from dit_pipelining.lowering.stage import StageModule
 from dit_pipelining.runtime.agreement import agree
 from dit_pipelining.runtime.calls import StageCall, StageRunner
 from dit_pipelining.runtime.lockstep import Lockstep
-from dit_pipelining.runtime.pending import Arrival, PendingTensor, pending
+from dit_pipelining.runtime.pending import PendingTensor, pending
+from dit_pipelining.runtime.sources import Arrival
 from dit_pipelining.runtime.step_states import StepCall
 from dit_pipelining.runtime.streams import StageStreams
 from dit_pipelining.runtime.turns import Turns

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dit_pipelining.errors import SplitError
-from dit_pipelining.runtime.pending import Arrival, PendingTensor, is_pending, pending, resolved
+from dit_pipelining.runtime.pending import PendingTensor, is_pending, pending, resolved
+from dit_pipelining.runtime.sources import Arrival
 from dit_pipelining.torch_internals import tree_flatten
 
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
