@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, get_args
 
 from dit_pipelining.config_checks import (
     check_contradictions,
@@ -13,6 +13,7 @@ from dit_pipelining.config_checks import (
     early_counts_check,
     hsdp_sizes,
 )
+from dit_pipelining.config_types import check_types
 from dit_pipelining.errors import ConfigError, WorldSizeError
 from partitioners import Partitioner, RankSpec, TooManyStagesError
 
@@ -26,12 +27,13 @@ DIMENSIONS = {
 }
 """Dimensions along which the ranks are laid out, the one that talks most last, and the option that says its size."""
 
-SCHEDULES = ("rolling", "gpipe")
-COMPILE_MODES = (None, "blocks", "blocks-cudagraphs")
-ULYSSES_MODES = ("strict", "anything")
-TRANSPORTS = ("auto", "peer", "nccl", "host")
-VAE_PLACEMENTS = ("inline", "shared")
-TOPOLOGIES = ("auto", "nvlink", "pcie", "ethernet")
+Schedule = Literal["rolling", "gpipe"]
+UlyssesMode = Literal["strict", "anything"]
+Topology = Literal["auto", "nvlink", "pcie", "ethernet"]
+
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+ULYSSES_MODES: tuple[str, ...] = get_args(UlyssesMode)
+TOPOLOGIES: tuple[str, ...] = get_args(Topology)
 """Which link joins a device to the next one; auto: NVLink where every machine has it, else PCIe."""
 
 
@@ -103,7 +105,7 @@ class ParallelConfig:
     partitioner: str | Partitioner = "balanced"
     profile: str | Path | None = None
     ranks: str | Sequence[str | RankSpec] | None = None
-    topology: str = "auto"
+    topology: Topology = "auto"
     partition: str | Sequence[int] | Mapping[str, str | Sequence[int]] | None = None
     blocks: Sequence[str] | None = None
     microbatches: int = 1
@@ -112,39 +114,27 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     ulysses_degree: int = 1
     ring_degree: int = 1
-    ulysses_mode: str = "strict"
+    ulysses_mode: UlyssesMode = "strict"
     vae_patch_parallel_size: int = 1
     text_encoder_tp_size: int | Mapping[str, int] = 1
     use_hsdp: bool = False
     hsdp_shard_size: int | None = None
     hsdp_replicate_size: int | None = None
-    schedule: str = "rolling"
-    compile: str | None = None
-    transport: str = "auto"
-    vae_placement: str = "inline"
+    schedule: Schedule = "rolling"
+    compile: Literal["blocks", "blocks-cudagraphs"] | None = None
+    transport: Literal["auto", "peer", "nccl", "host"] = "auto"
+    vae_placement: Literal["inline", "shared"] = "inline"
     rebalance: bool = False
     timeout_seconds: float = 600.0
     component_ranks: Mapping[str, int | Literal["all"]] | None = None
     output_ranks: Literal["all"] | Sequence[int] = "all"
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in (*DIMENSIONS.values(), "microbatches", "vae_patch_parallel_size"):
             check_positive(name, getattr(self, name))
         self._check_hsdp()
         check_partitioner(self.partitioner)
-        choices = (
-            ("schedule", SCHEDULES),
-            ("transport", TRANSPORTS),
-            ("ulysses_mode", ULYSSES_MODES),
-            ("compile", COMPILE_MODES),
-            ("topology", TOPOLOGIES),
-            ("vae_placement", VAE_PLACEMENTS),
-        )
-        for name, known in choices:
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(map(str, known))}.")
-        if not isinstance(self.rebalance, bool):
-            raise ConfigError(f"rebalance={self.rebalance!r}: expected True or False.")
         if self.vae_placement == "shared" and self.partitioner not in ("balanced", "vae-aware"):
             raise ConfigError(
                 f'vae_placement="shared" needs partitioner="balanced" or "vae-aware", which can leave a rank without blocks; '
@@ -156,7 +146,7 @@ class ParallelConfig:
             )
         check_contradictions(self)
         seconds = self.timeout_seconds
-        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
+        if not 0 < seconds < math.inf:
             raise ConfigError(f"timeout_seconds={seconds!r}: expected a number of seconds above 0.")
         if self.vae_patch_parallel_size > self.copy_size:
             raise ConfigError(
@@ -200,21 +190,16 @@ class ParallelConfig:
         return sizes.get(component, 1) if isinstance(sizes, Mapping) else sizes
 
     def _check_ranks(self) -> None:
-        places: Mapping[str, Any] = self.component_ranks or {}
-        if not isinstance(places, Mapping):
-            raise ConfigError(f"component_ranks={places!r}: expected ranks by component name, such as {{'vae': 0}}.")
-        for name, place in places.items():
+        for name, place in (self.component_ranks or {}).items():
             if place != "all":
                 self._check_rank(f"component_ranks[{name!r}]", place, ', or "all"')
-        if isinstance(self.output_ranks, str) and self.output_ranks == "all":
-            return
-        if isinstance(self.output_ranks, str) or not isinstance(self.output_ranks, Sequence) or not self.output_ranks:
-            raise ConfigError(f'output_ranks={self.output_ranks!r}: expected "all" or ranks, such as [0].')
-        for rank in self.output_ranks:
+        if not self.output_ranks:
+            raise ConfigError(f"output_ranks={self.output_ranks!r}: expected 'all' or ranks, such as [0].")
+        for rank in self.output_ranks if self.output_ranks != "all" else ():
             self._check_rank("output_ranks", rank, "")
 
-    def _check_rank(self, name: str, rank: object, otherwise: str) -> None:
-        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.line_size:
+    def _check_rank(self, name: str, rank: int, otherwise: str) -> None:
+        if not 0 <= rank < self.line_size:
             raise ConfigError(f"{name}: {rank!r} is no rank; expected 0 to {self.line_size - 1}{otherwise}.")
 
     def check_world_size(self, world_size: int) -> None:

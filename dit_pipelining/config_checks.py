@@ -64,8 +64,6 @@ def hsdp_sizes(config: Any) -> HsdpSizes | None:
     given = {name: size for name, size in sizes.items() if size is not None}
     for name, size in given.items():
         check_positive(name, size)
-    if not isinstance(config.use_hsdp, bool):
-        raise ConfigError(f"use_hsdp={config.use_hsdp!r}: expected True or False.")
     if not config.use_hsdp:
         if given:
             raise ConfigError(
@@ -93,6 +91,21 @@ def hsdp_sizes(config: Any) -> HsdpSizes | None:
     if shard == 1:
         raise ConfigError("hsdp_shard_size=1 shards nothing; use 2 or more, or leave use_hsdp out.")
     return HsdpSizes(shard, replicate, holders if makes_replicas else config.cfg_parallel_size)
+
+
+def integer_in(environment: Mapping[str, str], name: str, default: int) -> int:
+    """The integer that a variable of the launch holds; the default where it is not set.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
+    text = environment.get(name, str(default))
+    if not text.strip().isdecimal():
+        raise ConfigError(
+            f"the environment variable {name} is {text!r}: expected an integer, as torchrun sets it. Unset it, or launch with "
+            "torchrun."
+        )
+    return int(text)
 
 
 def check_positive(name: str, value: object) -> None:

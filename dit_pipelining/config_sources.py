@@ -27,7 +27,7 @@ from typing import Any
 import yaml
 
 from dit_pipelining.config import DIMENSIONS, ParallelConfig
-from dit_pipelining.config_checks import check_positive
+from dit_pipelining.config_checks import check_positive, integer_in
 from dit_pipelining.errors import ConfigError
 
 PREFIX = "DIT_PIPELINING_"
@@ -50,6 +50,9 @@ STRATEGIES = ("none", "pipeline", "auto", "sequence")
 BLOCK_PARTITIONS: dict[str, dict[str, Any]] = {"uniform": {"partitioner": "uniform"}, "dynamic": {"rebalance": True}}
 OTHER_NAMES = {"pipeline_stages": SIZE, "hardware.topology": "topology"}
 STREAM_KEYS = ("stream_batch_steps", "slo.target_fps", "slo.max_ttff_ms", "slo.adaptive_steps")
+THE_REST = object()
+"""In place of a size: as many as there are processes, but for what other sizes need."""
+
 TRANSPARENT = ("diffusion", "parallelism")
 """Keys that only hold others."""
 KEYS = (*FIELDS, "strategy", "block_partition", *OTHER_NAMES, *STREAM_KEYS)
@@ -99,16 +102,16 @@ def load_config(
         own = _as_fields(source)
         strategy = source.settings.get("strategy")
         if strategy == "auto" or (strategy == "pipeline" and SIZE not in merged):
-            merged[SIZE] = None  # as many as processes, unless somebody says more
+            merged[SIZE] = THE_REST  # unless somebody says more
         if strategy == "sequence":
-            merged |= {SIZE: 1, ULYSSES: None}
+            merged |= {SIZE: 1, ULYSSES: THE_REST}
         merged |= own
     for size in (SIZE, ULYSSES):
-        if merged.get(size, 1) is None:
+        if merged.get(size) is THE_REST:
             others = [name for name in DIMENSIONS.values() if name != size and name in merged]
             for name in others:
                 check_positive(name, merged[name])
-            processes = int(environment.get("WORLD_SIZE", "1"))  # torchrun's
+            processes = integer_in(environment, "WORLD_SIZE", 1)
             taken = prod(merged[name] for name in others) * _replicas_for_shards(merged)
             merged[size] = max(processes // taken, 1)
     return ParallelConfig(**merged)

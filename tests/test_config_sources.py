@@ -152,6 +152,12 @@ def test_what_the_environment_gets_wrong_is_said(environment: dict[str, str], me
         load_config(environment=environment)
 
 
+@pytest.mark.parametrize("size", ["x", "", "2.5", "-1"])
+def test_a_number_of_processes_that_is_none_is_said(size: str) -> None:
+    with pytest.raises(ConfigError, match=f"the environment variable WORLD_SIZE is '{size}': expected an integer"):
+        load_config(environment={"WORLD_SIZE": size}, strategy="auto")
+
+
 def test_an_unknown_argument_is_an_error_that_lists_the_known() -> None:
     with pytest.raises(ConfigError, match=r"the argument 'stages' is not known. .*Known are pipeline_parallel_size"):
         load_config(environment={}, stages=2)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from dit_pipelining.comm.board import Beat, Board, Failure
 from dit_pipelining.comm.failure import Guard
 from dit_pipelining.config import ParallelConfig
+from dit_pipelining.config_checks import integer_in
 from dit_pipelining.errors import RemoteRankError, WorldSizeError
 from dit_pipelining.torch_internals import default_store
 
@@ -105,12 +106,12 @@ def launched_world_size() -> int:
     """Number of processes of this launch: of the process group, or of torchrun's environment, or 1."""
     if dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return integer_in(os.environ, "WORLD_SIZE", 1)
 
 
 def launched_rank() -> int:
     """This process's number in the launch."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank() if dist.is_initialized() else integer_in(os.environ, "RANK", 0)
 
 
 def _arrive(board: Board, timeout: timedelta) -> None:
@@ -138,7 +139,7 @@ def _device() -> torch.device:
     """The GPUs of this machine are dealt out to its ranks in turn; ranks share them where there are fewer."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    index = integer_in(os.environ, "LOCAL_RANK", 0) % torch.cuda.device_count()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", HARDWARE_QUEUES)
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
@@ -176,7 +177,7 @@ def _launch_store(rank: int, timeout: timedelta) -> dist.Store:
             "WORLD_SIZE is set, but MASTER_ADDR and MASTER_PORT are not. Launch with torchrun, or set them, or call "
             "torch.distributed.init_process_group before."
         )
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port = os.environ["MASTER_ADDR"], integer_in(os.environ, "MASTER_PORT", 0)
     is_master = rank == 0 and not _agent_hosts_store()
     try:
         store = dist.TCPStore(
