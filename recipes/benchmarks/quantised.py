@@ -13,7 +13,8 @@ import argparse
 import gc
 import tempfile
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from dit_pipelining.api import ParallelConfig, load_pipeline, parallelize
 
 METHODS = ("torchao-int8", "bitsandbytes-int8", "bitsandbytes-nf4", "gguf-q8_0")
 WAYS = ("quantised while loading", "stored quantised", "split in memory")
+COLUMNS = ("whole, MiB", "each rank, MiB", "seconds, whole", "seconds, ranks")
 DTYPE = torch.bfloat16
 ABSENT = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
 HEAD = 128
@@ -148,7 +150,7 @@ def held_bytes(model: nn.Module) -> int:
 def load(method: str, way: str, folder: Path, config: ParallelConfig | None, device: str) -> Any:
     """A pipeline, whole without a configuration."""
     options: dict[str, Any] = dict(dtype=DTYPE, **ABSENT)
-    own = folder / (method if way == "stored quantised" else "plain")
+    own = folder / (method if way == "stored quantised" and method != "gguf-q8_0" else "plain")
     file = str(folder / "q8_0.gguf")
     if method == "gguf-q8_0" and (config is None or way == "split in memory"):
         options["transformer"] = FluxTransformer2DModel.from_single_file(
@@ -164,50 +166,64 @@ def load(method: str, way: str, folder: Path, config: ParallelConfig | None, dev
     return pipeline.to(device) if config is None else parallelize(pipeline, config)
 
 
-def session(method: str, way: str, folder: Path, stages: int | None, device: str, side: int) -> dict[str, Any]:
-    """What one rank, or the one process, sees."""
+def store(methods: Sequence[str], folder: Path) -> None:
+    """Save the plain pipeline's transformer once more in the form of each method."""
+    for method in methods:
+        if method == "gguf-q8_0":
+            save_gguf(folder / "plain", folder / "q8_0.gguf")
+        else:
+            diffusers.DiffusionPipeline.from_pretrained(
+                folder / "plain", dtype=DTYPE, quantization_config=of_pipeline(method), **ABSENT
+            ).save_pretrained(folder / method)
+
+
+def ways_of(method: str) -> Sequence[str]:
+    """How its quantised stages can come about; a GGUF file is quantised already."""
+    return WAYS[1:] if method == "gguf-q8_0" else WAYS
+
+
+def session(methods: Sequence[str], folder: Path, stages: int | None, device: str, side: int) -> list[dict[str, Any]]:
+    """What one rank, or the one process, sees of each method and way, one after the other."""
     torch.set_grad_enabled(False)
+    config = None if stages is None else ParallelConfig(pipeline_parallel_size=stages, timeout_seconds=60)
+    return [seen(method, way, folder, config, device, side) for method in methods for way in ways_of(method)]
+
+
+def seen(method: str, way: str, folder: Path, config: ParallelConfig | None, device: str, side: int) -> dict[str, Any]:
+    """Latents, bytes and seconds of one method and way, or the error that it ended with."""
+    on_gpu = device.startswith("cuda")
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
-    config = None if stages is None else ParallelConfig(pipeline_parallel_size=stages)
-    pipeline = load(method, way, folder, config, device)
-    images = [paint(pipeline, side) for side in (side, 2 * side)]
-    found = dict(images=images, bytes=held_bytes(pipeline.transformer), seconds=time.perf_counter() - started)
-    if device.startswith("cuda"):
-        found["peak"] = torch.cuda.max_memory_allocated()
-    return found
+    try:
+        pipeline = load(method, way, folder, config, device)
+        images = [paint(pipeline, side) for side in (side, 2 * side)]
+    except Exception as error:
+        traceback.print_exc()
+        return dict(error=f"{type(error).__name__}: {error}")
+    return dict(
+        images=images,
+        bytes=held_bytes(pipeline.transformer),
+        seconds=round(time.perf_counter() - started, 2),
+        peak=torch.cuda.max_memory_allocated() if on_gpu else None,
+    )
 
 
-def measure(method: str, folder: Path, stages: int, device: str, side: int) -> list[dict[str, Any]]:
-    """Figures of each way to get a pipeline of quantised stages."""
-    if method == "gguf-q8_0":
-        save_gguf(folder / "plain", folder / "q8_0.gguf")
-    else:
-        diffusers.DiffusionPipeline.from_pretrained(
-            folder / "plain", dtype=DTYPE, quantization_config=of_pipeline(method), **ABSENT
-        ).save_pretrained(folder / method)
-    rows = []
-    for way in WAYS[:1] + WAYS[2:] if method == "gguf-q8_0" else WAYS:
-        # Processes of their own: what one leaves on the GPU would be counted for the next.
-        [whole] = launch(session, method, way, folder, None, device, side, nproc=1)
-        ranks = launch(session, method, way, folder, stages, device, side, nproc=stages)
-        equal = [all(map(torch.equal, whole["images"], rank["images"])) for rank in ranks]
-        rows.append(
-            dict(
-                method=method,
-                way="from the file" if method == "gguf-q8_0" and way == WAYS[0] else way,
-                equal=all(equal),
-                finite=bool(torch.isfinite(whole["images"][0]).all()),
-                whole_bytes=whole["bytes"],
-                stage_bytes=[rank["bytes"] for rank in ranks],
-                whole_peak_bytes=whole.get("peak"),
-                stage_peak_bytes=[rank.get("peak") for rank in ranks],
-                whole_seconds=round(whole["seconds"], 2),
-                stage_seconds=[round(rank["seconds"], 2) for rank in ranks],
-            )
-        )
-        print(rows[-1], flush=True)
-        gc.collect()
-    return rows
+def compared(method: str, way: str, whole: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A row: whether all ranks made the latents of the whole, and what each holds."""
+    errors = [own["error"] for own in (whole, *ranks) if "error" in own]
+    if errors:
+        return dict(method=method, way=way, errors=errors)
+    return dict(
+        method=method,
+        way=way,
+        equal=all(all(map(torch.equal, whole["images"], rank["images"])) for rank in ranks),
+        finite=bool(torch.isfinite(whole["images"][0]).all()),
+        **{f"whole_{name}": whole[name] for name in ("bytes", "peak", "seconds")},
+        **{f"stage_{name}": [rank[name] for rank in ranks] for name in ("bytes", "peak", "seconds")},
+    )
 
 
 def main() -> None:
@@ -220,30 +236,34 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     torch.set_grad_enabled(False)
-    rows: list[dict[str, Any]] = []
+    cases = [(method, way) for method in arguments.methods for way in ways_of(method)]
     with tempfile.TemporaryDirectory() as made:
         save_plain(Path(made) / "plain", arguments.heads, arguments.device)
-        for method in arguments.methods:
-            rows += measure(method, Path(made), arguments.stages, arguments.device, arguments.side)
-    mib = 2.0**20
-    show(
-        f"FLUX of 2 + 4 blocks, {arguments.heads} heads, on {arguments.device}",
-        [
-            {
-                "method": row["method"],
-                "stages": row["way"],
-                "same bits": "yes" if row["equal"] and row["finite"] else "NO",
-                "whole, MiB": f"{row['whole_bytes'] / mib:.0f}",
-                "each rank, MiB": ", ".join(f"{size / mib:.0f}" for size in row["stage_bytes"]),
-                "seconds, whole": f"{row['whole_seconds']:.1f}",
-                "seconds, ranks": f"{max(row['stage_seconds']):.1f}",
-            }
-            for row in rows
-        ],
-    )
+        store(arguments.methods, Path(made))
+        own = (arguments.device, arguments.side)
+        [whole] = launch(session, arguments.methods, Path(made), None, *own, nproc=1)
+        ranks = launch(session, arguments.methods, Path(made), arguments.stages, *own, nproc=arguments.stages)
+    rows = [compared(*case, one, several) for case, one, *several in zip(cases, whole, *ranks, strict=True)]
+    print(*rows, sep="\n", flush=True)
     write(arguments.json, {"device": arguments.device, "heads": arguments.heads, "rows": rows})
-    if not all(row["equal"] and row["finite"] for row in rows):
-        raise SystemExit("a stage gave other bits than the whole")
+    show(f"FLUX of 2 + 4 blocks, {arguments.heads} heads, on {arguments.device}", [shown(row) for row in rows])
+    if not all(row.get("equal") and row["finite"] for row in rows):
+        raise SystemExit("a stage gave other bits than the whole, or failed")
+
+
+def shown(row: dict[str, Any]) -> dict[str, str]:
+    """A row for people."""
+    mib = 2.0**20
+    if "errors" in row:
+        return {"method": row["method"], "stages": row["way"], "same bits": "failed"} | dict.fromkeys(COLUMNS, "")
+    figures = (
+        f"{row['whole_bytes'] / mib:.0f}",
+        ", ".join(f"{size / mib:.0f}" for size in row["stage_bytes"]),
+        f"{row['whole_seconds']:.1f}",
+        f"{max(row['stage_seconds']):.1f}",
+    )
+    same = "yes" if row["equal"] and row["finite"] else "NO"
+    return {"method": row["method"], "stages": row["way"], "same bits": same} | dict(zip(COLUMNS, figures, strict=True))
 
 
 if __name__ == "__main__":
