@@ -1,5 +1,6 @@
 """Tiny pipelines with random weights in diffusers format, for tests that load from disk."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -209,11 +210,15 @@ def sd3(folder: Path, seed: int = 0) -> Path:
 
 
 def write_gguf(folder: Path) -> None:
-    """Write the matrices of a FLUX pipeline's transformer as Q8_0, all else as it is, to `q8.gguf` in its folder."""
-    model = FluxTransformer2DModel.from_pretrained(folder / "transformer")
+    """Write the transformer of a FLUX pipeline to `q8.gguf` in its folder."""
+    write_tensors(folder / "q8.gguf", FluxTransformer2DModel.from_pretrained(folder / "transformer").state_dict())
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a GGUF file: matrices as Q8_0, all else as it is."""
     kind = gguf.GGMLQuantizationType.Q8_0
-    writer = gguf.GGUFWriter(folder / "q8.gguf", "flux")
-    for name, tensor in model.state_dict().items():
+    writer = gguf.GGUFWriter(path, "flux")
+    for name, tensor in tensors.items():
         if tensor.ndim == 2 and tensor.shape[1] % 32 == 0:
             writer.add_tensor(name, gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
         else:

@@ -79,7 +79,7 @@ def as_message(arguments: Mapping[str, Any]) -> bytes:
         raise InputError(
             f"{name}={arguments.get(name)!r} cannot be sent to the other ranks ({type(error).__name__}: {error}). A function "
             "has to be one of a module, neither a lambda nor one inside another function; for progress use `on_step`."
-        ) from error
+        ) from None
 
 
 def _can_travel(value: Any) -> bool:

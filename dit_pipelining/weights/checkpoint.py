@@ -124,7 +124,7 @@ def _files_of_index(folder: Path, index: Path) -> dict[str, Path]:
     try:
         weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{index} is no index of a sharded checkpoint ({error!r}). Copy it again.") from error
+        raise CheckpointError(f"{index} is no index of a sharded checkpoint ({error!r}). Copy it again.") from None
     missing = sorted({name for name in weight_map.values() if not (folder / name).is_file()})
     if missing:
         raise CheckpointError(f"{folder} lacks {len(missing)} of its files: {', '.join(missing)}. Copy them again.")
@@ -142,4 +142,4 @@ def _opened(path: Path, device: torch.device | str = "cpu") -> Iterator[Any]:
         with safe_open(path, framework="pt", device=str(device)) as file:
             yield file
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}. Download or copy the checkpoint again.") from error
+        raise CheckpointError(f"cannot read {path}: {error}. Download or copy the checkpoint again.") from None

@@ -105,7 +105,7 @@ def pipeline_folder(source: str | Path, **hub: Any) -> Path:
         raise ModelNotFoundError(
             f"{str(source)!r} is neither a folder nor a hub id that can be reached ({type(error).__name__}: {error}). "
             "Check the path, the network, or `huggingface-cli login`."
-        ) from error
+        ) from None
 
 
 def is_transformer(cls: type) -> bool:
@@ -316,7 +316,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     try:
         index: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
-        raise ModelNotFoundError(f"{path} is not valid JSON ({error}). Copy it again.") from error
+        raise ModelNotFoundError(f"{path} is not valid JSON ({error}). Copy it again.") from None
     return index
 
 

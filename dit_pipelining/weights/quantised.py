@@ -205,7 +205,7 @@ def empty_quantised(
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{folder.name} cannot be quantised: {error}") from error
+        raise ConfigError(f"{folder.name} cannot be quantised: {error}") from None
     kept = tuple(getattr(cls, "_keep_in_fp32_modules", None) or ())
     quantised = QuantisedTransformer(quantizer, dtype, kept)
     model = empty_model(cls, {**config, "quantization_config": quantizer.quantization_config}, dtype)

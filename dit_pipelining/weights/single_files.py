@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from diffusers import GGUFQuantizationConfig
+from torch import nn
 
 from dit_pipelining.errors import CheckpointError, ConfigError, ModelNotFoundError
 from dit_pipelining.weights.pipelines import DtypeChoice, dtype_of, read_index, transformer_classes
@@ -24,8 +25,8 @@ def with_files_opened(folder: Path, components: Mapping[str, Any], dtype: DtypeC
         dtype: of what is not quantised, as `from_pretrained` takes it.
 
     Raises:
-        ConfigError: a component that is no transformer is a path, or a transformer's file is no GGUF file.
-        ModelNotFoundError, CheckpointError: there is no such file, or it cannot be read.
+        ConfigError: a component that is no transformer is a path, or a transformer's file is no GGUF file or to be quantised.
+        ModelNotFoundError, CheckpointError: there is no such file, or it cannot be read, or is another model's.
     """
     index = read_index(folder)
     opened = dict(components)
@@ -45,13 +46,46 @@ def with_files_opened(folder: Path, components: Mapping[str, Any], dtype: DtypeC
             )
         torch_dtype = dtype_of(name, dtype)
         chosen = chosen_for(name, components.get("quantization_config"))
-        opened[name] = cls.from_single_file(
-            mapped_gguf(path),
-            config=str(folder / name),
-            torch_dtype=torch_dtype,
-            quantization_config=chosen or GGUFQuantizationConfig(compute_dtype=torch_dtype or torch.float32),
-        )
+        if chosen is not None and not isinstance(chosen, GGUFQuantizationConfig):
+            raise ConfigError(
+                f"{name}={str(value)!r} is quantised already, but quantization_config asks for {type(chosen).__name__} there. "
+                f"Leave {name!r} out of it."
+            )
+        quantisation = chosen or GGUFQuantizationConfig(compute_dtype=torch_dtype or torch.float32)
+        opened[name] = _from_gguf(cls, path, folder / name, torch_dtype, quantisation)
     return opened
+
+
+def _from_gguf(
+    cls: Any, path: Path, folder: Path, dtype: torch.dtype | None, quantisation: GGUFQuantizationConfig
+) -> nn.Module:
+    """The model with the weights of a GGUF file.
+
+    Args:
+        cls: of the model.
+        path: of the file.
+        folder: of the model's configuration.
+        dtype: of what is not quantised.
+        quantisation: as diffusers takes it.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is another model's.
+    """
+    tensors = mapped_gguf(path)
+    held = f"{len(tensors)} tensors{f', such as {next(iter(tensors))!r}' if tensors else ''}"
+    try:
+        model: nn.Module = cls.from_single_file(
+            tensors, config=str(folder), torch_dtype=dtype, quantization_config=quantisation
+        )
+    except ImportError:
+        raise
+    except Exception as error:  # whatever it is that another model's names or shapes lead to
+        raise CheckpointError(
+            f"{path} does not hold the weights of the {cls.__name__} that {folder / 'config.json'} describes, but {held} "
+            f"({type(error).__name__}: {' '.join(str(error).split())}). Give the GGUF file of this model, or load the pipeline "
+            "that the file belongs to."
+        ) from None
+    return model
 
 
 def mapped_gguf(path: Path) -> dict[str, torch.Tensor]:
@@ -73,7 +107,7 @@ def mapped_gguf(path: Path) -> dict[str, torch.Tensor]:
         TypeError,
         MemoryError,
     ) as error:  # of any part of a header
-        raise CheckpointError(f"cannot read {path}: {error}. Download or copy the file again.") from error
+        raise CheckpointError(f"cannot read {path}: {error}. Download or copy the file again.") from None
     tensors: dict[str, torch.Tensor] = {}
     for tensor in reader.tensors:
         kind = tensor.tensor_type

@@ -1,6 +1,7 @@
 """Quantised transformers: each stage makes or reads its own tensors, and results are those of one process."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,37 @@ def test_a_quantised_checkpoint_that_lacks_a_tensor_is_refused(
     save_file(tensors, path, metadata)
     with pytest.raises(CheckpointError, match=rf"torchao: it lacks 1 tensors: {lost}"):
         load_pipeline(folder, two_ranks)
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (lambda own: {}, "but 0 tensors"),
+        (lambda own: {f"blocks.{name}": tensor for name, tensor in own.items()}, "such as 'blocks.time_text_embed"),
+        (lambda own: {name: tensor for name, tensor in own.items() if name != "proj_out.weight"}, "tensors, such as"),
+        (lambda own: {**own, "proj_out.bias": own["proj_out.bias"][:3]}, "proj_out.bias expected shape"),
+        (lambda own: {**own, "x_embedder.weight": torch.ones(64, 32)}, "x_embedder.weight has an expected shape"),
+    ],
+    ids=["nothing", "other names", "one lacks", "smaller", "larger and quantised"],
+)
+def test_a_gguf_file_whose_tensors_do_not_fit_is_refused(
+    plain: Path, tmp_path: Path, two_ranks: ParallelConfig, changed: Callable[[Tensors], Tensors], told: str
+) -> None:
+    own = diffusers.FluxTransformer2DModel.from_pretrained(plain / "transformer").state_dict()
+    path = tmp_path / "other.gguf"
+    checkpoints.write_tensors(path, changed(own))
+    with pytest.raises(
+        CheckpointError, match=rf"other.gguf does not hold .*FluxTransformer2DModel.*{told}.*Give the GGUF"
+    ):
+        load_pipeline(plain, two_ranks, transformer=path)
+
+
+def test_a_gguf_file_is_not_quantised_again(plain: Path, two_ranks: ParallelConfig) -> None:
+    with pytest.raises(ConfigError, match=r"q8.gguf.* is quantised already, but .* asks for TorchAoConfig"):
+        load_pipeline(plain, two_ranks, transformer=plain / "q8.gguf", quantization_config=int8())
 
 
 def test_a_file_that_is_no_transformer_is_refused(plain: Path, tmp_path: Path, two_ranks: ParallelConfig) -> None:
