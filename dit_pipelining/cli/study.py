@@ -20,12 +20,13 @@ from dit_pipelining.errors import ConfigError
 from dit_pipelining.lowering.report import report_split
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.planning.components import Components, components_of
-from dit_pipelining.planning.forecast import Load, forecast
+from dit_pipelining.planning.forecast import forecast
 from dit_pipelining.planning.guidance import step_calls
 from dit_pipelining.planning.inputs import build_inputs, read_inputs, with_dtype
 from dit_pipelining.planning.memory import rank_memory
 from dit_pipelining.planning.models import ModelSpec, SizeRequest, TransformerSpec, find_model, model_inputs
 from dit_pipelining.planning.recipes import Size
+from dit_pipelining.planning.timeline import Load
 from dit_pipelining.planning.weightless import build_weightless, transformer_class
 from dit_pipelining.show.picture import Alternative, Picture, Target, alternative
 from partitioners import ENVIRONMENT_VARIABLE, Component, PartitionError

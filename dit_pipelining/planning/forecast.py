@@ -2,30 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from dit_pipelining.capture.graph import value_bytes
 from dit_pipelining.costs.devices import DeviceProfile, Link
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.planning.components import Components
 from dit_pipelining.planning.simulation import simulate
-from dit_pipelining.planning.timeline import Timeline, Workload
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """What is asked of the machine.
-
-    Attributes:
-        requests, steps, calls_per_step, replicas, schedule, in_flight: as in `Workload`.
-    """
-
-    requests: int = 1
-    steps: int = 1
-    calls_per_step: int = 1
-    replicas: int = 1
-    schedule: str = "rolling"
-    in_flight: int | None = None
+from dit_pipelining.planning.timeline import Load, Timeline, Workload
 
 
 def forecast(

@@ -11,19 +11,34 @@ SIMULATED_SCHEDULES = (*SCHEDULES, "sequential")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What is to be run, on what.
+class Load:
+    """What is to be run.
+
+    Attributes:
+        requests, steps: requests, and denoising steps of each.
+        calls_per_step: transformer calls of one step that do not wait for each other (branches of guidance).
+        replicas: pipelines over which calls are spread.
+        schedule: one of `SIMULATED_SCHEDULES`.
+        in_flight: requests at a time; None: all.
+    """
+
+    requests: int = 1
+    steps: int = 1
+    calls_per_step: int = 1
+    replicas: int = 1
+    schedule: str = "rolling"
+    in_flight: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload(Load):
+    """A load, and what it costs.
 
     Attributes:
         stage_seconds: of one call on each stage.
         transfer_seconds: from each stage to the next.
         result_seconds: from the last stage to all ranks.
         boundary_tensors: number of tensors that cross each boundary; default: one each.
-        requests, steps: requests, and denoising steps of each.
-        calls_per_step: transformer calls of one step that do not wait for each other (branches of guidance).
-        replicas: pipelines over which calls are spread.
-        schedule: one of `SIMULATED_SCHEDULES`.
-        in_flight: requests at a time; None: all.
         host_seconds: of the pipeline's own code between two steps (the scheduler).
         encode_seconds, encode_rank: of what precedes the loop of a request, and the rank that does it for all; None: every
             rank does it for itself. Ranks may be counted from the end, as in lists.
@@ -38,12 +53,6 @@ class Workload:
     transfer_seconds: tuple[float, ...]
     result_seconds: float = 0.0
     boundary_tensors: tuple[int, ...] = ()
-    requests: int = 1
-    steps: int = 1
-    calls_per_step: int = 1
-    replicas: int = 1
-    schedule: str = "rolling"
-    in_flight: int | None = None
     host_seconds: float = 0.0
     encode_seconds: float = 0.0
     encode_rank: int | None = None
