@@ -9,7 +9,7 @@ import diffusers
 from torch import nn
 
 from dit_pipelining.capture.blocks import find_blocks
-from dit_pipelining.capture.graph import CaptureCache
+from dit_pipelining.capture.capturing import CaptureCache
 from dit_pipelining.capture.hooks import refuse_hooks
 from dit_pipelining.capture.signature import bind
 from dit_pipelining.comm.launch import Launch

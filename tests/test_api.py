@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dit_pipelining.api import ParallelConfig, load_pipeline, parallelize, split_model
-from dit_pipelining.capture import graph as capture_graph
+from dit_pipelining.capture import capturing
 from dit_pipelining.costs.measured import Measured, MeasuredProfile
 from dit_pipelining.errors import (
     BlocksNotFoundError,
@@ -142,7 +142,7 @@ def no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     def capture(*args: Any) -> None:
         raise AssertionError("a forward was captured")
 
-    monkeypatch.setattr(capture_graph, "capture", capture)
+    monkeypatch.setattr(capturing, "capture", capture)
 
 
 def wan() -> tuple[nn.Module, dict[str, Any]]:

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from dit_pipelining.capture.blocks import find_blocks
-from dit_pipelining.capture.graph import BlockGraph, CaptureCache
+from dit_pipelining.capture.capturing import CaptureCache
+from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.signature import bind
 from dit_pipelining.cli.arguments import DEFAULT_DEVICE, DEFAULT_STEPS
 from dit_pipelining.cli.capturing import capturing

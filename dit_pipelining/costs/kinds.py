@@ -4,7 +4,8 @@ from collections.abc import Hashable
 
 from torch import fx, nn
 
-from dit_pipelining.capture.graph import BlockGraph, is_tensor
+from dit_pipelining.capture.graph import BlockGraph
+from dit_pipelining.capture.nodes import is_tensor
 
 
 def block_kinds(graph: BlockGraph, model: nn.Module) -> dict[fx.Node, str]:

@@ -9,7 +9,8 @@ from typing import Protocol
 from torch import fx, nn
 
 from dit_pipelining.capture.counting import Operation, Work
-from dit_pipelining.capture.graph import BlockGraph, value_bytes
+from dit_pipelining.capture.graph import BlockGraph
+from dit_pipelining.capture.nodes import value_bytes
 from dit_pipelining.costs.kinds import block_kinds
 from partitioners import BlockCost, ModelCosts
 

@@ -23,7 +23,8 @@ import torch
 from torch import fx
 
 from dit_pipelining.capture import replay
-from dit_pipelining.capture.graph import BlockGraph, is_tensor, value_bytes
+from dit_pipelining.capture.graph import BlockGraph
+from dit_pipelining.capture.nodes import is_tensor, value_bytes
 from partitioners import Partition
 
 SMALL_SHARE_OF_HIDDEN = 0.01

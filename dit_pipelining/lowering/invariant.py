@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from dit_pipelining.capture.code import compile_nodes
-from dit_pipelining.capture.graph import BlockGraph, ancestors
+from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.kept import KeptFunction
+from dit_pipelining.capture.nodes import ancestors
 
 
 @dataclass(frozen=True, eq=False)

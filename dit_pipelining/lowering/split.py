@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
-from dit_pipelining.capture.graph import BlockGraph, CaptureCache
+from dit_pipelining.capture.capturing import CaptureCache
+from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.hooks import refuse_cache
 from dit_pipelining.capture.signature import CallInputs, bind, flatten_inputs
 from dit_pipelining.costs.model_costs import weight_sizes

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from dit_pipelining.capture.graph import value_bytes
+from dit_pipelining.capture.nodes import value_bytes
 from dit_pipelining.costs.devices import DeviceProfile, Link
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.planning.components import Components

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import nn
 
-from dit_pipelining.capture.graph import value_bytes
+from dit_pipelining.capture.nodes import value_bytes
 from dit_pipelining.comm.peer_channels import SLOTS
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.planning.components import Components

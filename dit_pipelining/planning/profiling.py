@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from dit_pipelining.capture.capturing import capture
 from dit_pipelining.capture.code import compile_nodes
-from dit_pipelining.capture.graph import BlockGraph, capture
+from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.signature import CallInputs, bind, flatten_inputs
 from dit_pipelining.costs.measured import Measured
 from dit_pipelining.costs.model_costs import Section, node_flops, sections

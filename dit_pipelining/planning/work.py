@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from dit_pipelining.capture.graph import BlockGraph, value_bytes
+from dit_pipelining.capture.graph import BlockGraph
+from dit_pipelining.capture.nodes import value_bytes
 from dit_pipelining.costs.devices import DeviceProfile
 from dit_pipelining.costs.model_costs import model_costs, sections
 from dit_pipelining.costs.roofline import Roofline

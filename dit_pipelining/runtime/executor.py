@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from dit_pipelining.capture.blocks import find_blocks
-from dit_pipelining.capture.graph import BlockGraph, CaptureCache
+from dit_pipelining.capture.capturing import CaptureCache
+from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.hooks import refuse_hooks
 from dit_pipelining.capture.signature import CallInputs, bind, first_argument, flatten_inputs
 from dit_pipelining.config import ParallelConfig

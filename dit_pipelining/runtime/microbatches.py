@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from dit_pipelining.capture.graph import BlockGraph, is_tensor
+from dit_pipelining.capture.graph import BlockGraph
+from dit_pipelining.capture.nodes import is_tensor
 from dit_pipelining.capture.signature import flatten_inputs
 from dit_pipelining.capture.structure import is_namedtuple, tensors_in
 from dit_pipelining.torch_internals import version

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dit_pipelining.capture.graph import CaptureCache
+from dit_pipelining.capture.capturing import CaptureCache
 from dit_pipelining.capture.signature import bind
 from dit_pipelining.comm.cuda_streams import on_own_stream
 from dit_pipelining.errors import ConfigError, InputError

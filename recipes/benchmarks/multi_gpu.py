@@ -36,7 +36,7 @@ from reporting import show, write
 from workloads import Workload, build, request
 
 from dit_pipelining import ParallelConfig, generate, parallelize
-from dit_pipelining.capture.graph import value_bytes
+from dit_pipelining.capture.nodes import value_bytes
 from dit_pipelining.costs.devices import find_device
 from dit_pipelining.costs.model_costs import model_costs
 from dit_pipelining.lowering.clock import StageClock

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from dit_pipelining.capture.graph import BlockGraph, capture
+from dit_pipelining.capture.capturing import capture
+from dit_pipelining.capture.graph import BlockGraph
 from tests.capture.toy import DIM, Block, Toy, hidden, randn
 from tests.zoo import CASES, build_inputs, build_model
 

@@ -9,7 +9,7 @@ from diffusers.hooks.context_parallel import apply_context_parallel
 from diffusers.models._modeling_parallel import ContextParallelOutput
 
 from dit_pipelining.api import split_model
-from dit_pipelining.capture.graph import capture
+from dit_pipelining.capture.capturing import capture
 from dit_pipelining.errors import ConfigError
 from tests.same import assert_same
 from tests.zoo import CASES, build_inputs, build_model

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from dit_pipelining.capture.graph import capture
+from dit_pipelining.capture.capturing import capture
 from dit_pipelining.capture.signature import flatten_inputs
 from tests.capture.toy import DIM, Block, Toy, hidden
 

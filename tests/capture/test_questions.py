@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dit_pipelining.api import split_model
-from dit_pipelining.capture.graph import CaptureCache, capture
+from dit_pipelining.capture.capturing import CaptureCache, capture
 from dit_pipelining.capture.values import summary
 from dit_pipelining.errors import CaptureError
 from tests.capture.toy import DIM, Block, Toy, assert_splits_exactly, hidden, randn

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dit_pipelining.capture.graph import capture
+from dit_pipelining.capture.capturing import capture
 from dit_pipelining.errors import CaptureError
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dit_pipelining.api import split_model
-from dit_pipelining.capture.graph import capture
+from dit_pipelining.capture.capturing import capture
 from dit_pipelining.errors import BlocksNotFoundError, CaptureError
 from dit_pipelining.torch_internals import is_fake
 from tests.capture import tables

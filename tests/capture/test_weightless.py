@@ -9,7 +9,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dit_pipelining.api import split_model
-from dit_pipelining.capture.graph import BlockGraph, capture
+from dit_pipelining.capture.capturing import capture
+from dit_pipelining.capture.graph import BlockGraph
 from tests.capture.toy import DIM, Toy, hidden, randn
 from tests.zoo import CASES, build_inputs, build_model
 

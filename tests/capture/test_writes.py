@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dit_pipelining.api import split_model
-from dit_pipelining.capture.graph import capture
+from dit_pipelining.capture.capturing import capture
 from dit_pipelining.errors import CaptureError
 from tests.capture.toy import DIM, Block, Toy, all_cuts, assert_splits_exactly, hidden, randn
 

@@ -7,7 +7,8 @@ import torch
 from accelerate import init_empty_weights
 from diffusers import WanTransformer3DModel
 
-from dit_pipelining.capture.graph import BlockGraph, capture
+from dit_pipelining.capture.capturing import capture
+from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.costs.devices import GIB, PCIE_4, RTX_3090, RTX_4090
 from dit_pipelining.costs.machine import Machine, Rank, machine
 from dit_pipelining.costs.measured import Measured, MeasuredProfile

@@ -9,7 +9,8 @@ from accelerate import init_empty_weights
 from diffusers import FluxTransformer2DModel, WanTransformer3DModel
 from torch import nn
 
-from dit_pipelining.capture.graph import BlockGraph, capture
+from dit_pipelining.capture.capturing import capture
+from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.costs.model_costs import NOMINAL_FLOPS_PER_SECOND, model_costs, weight_sizes
 from partitioners import ModelCosts
 from tests.capture.toy import DIM, Toy, randn

@@ -9,8 +9,9 @@ import torch
 from accelerate import init_empty_weights
 from diffusers import FluxTransformer2DModel
 
+from dit_pipelining.capture.capturing import capture
 from dit_pipelining.capture.counting import Operation
-from dit_pipelining.capture.graph import BlockGraph, capture
+from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.costs.devices import H200, RTX_4090
 from dit_pipelining.costs.measured import Measured, MeasuredProfile, read_profile
 from dit_pipelining.costs.model_costs import model_costs

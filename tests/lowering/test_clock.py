@@ -3,7 +3,8 @@ import time
 import pytest
 import torch
 
-from dit_pipelining.capture.graph import BlockGraph, capture
+from dit_pipelining.capture.capturing import capture
+from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.lowering.clock import FEWEST_CALLS, StageClock
 from tests.capture.toy import DIM, Toy, randn
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dit_pipelining.capture.graph import CaptureCache
+from dit_pipelining.capture.capturing import CaptureCache
 from dit_pipelining.capture.signature import bind
 from dit_pipelining.lowering.split import SplitModel
 from partitioners import Partition

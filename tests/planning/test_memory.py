@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dit_pipelining.api import split_model
-from dit_pipelining.capture.graph import value_bytes
+from dit_pipelining.capture.nodes import value_bytes
 from dit_pipelining.planning.components import Components
 from dit_pipelining.planning.memory import rank_memory
 from dit_pipelining.planning.timeline import Workload

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from dit_pipelining.capture.graph import capture
+from dit_pipelining.capture.capturing import capture
 from dit_pipelining.errors import ModelNotFoundError
 from dit_pipelining.planning.inputs import build_inputs
 from dit_pipelining.planning.models import SizeRequest, find_model, model_inputs

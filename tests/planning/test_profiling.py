@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from dit_pipelining.capture.graph import capture
+from dit_pipelining.capture.capturing import capture
 from dit_pipelining.capture.signature import bind
 from dit_pipelining.costs.kinds import block_kinds
 from dit_pipelining.costs.measured import MeasuredProfile

@@ -16,7 +16,7 @@ import diffusers
 import torch
 
 from dit_pipelining.api import split_model
-from dit_pipelining.capture.graph import capture
+from dit_pipelining.capture.capturing import capture
 from tests.same import assert_same
 from tests.zoo import CASES, build_inputs, build_model
 
