@@ -72,6 +72,7 @@ class Layout:
     replicas: int = 1
     transport: str = "auto"
     ulysses: int = 1
+    compile: str = "none"
 
     @property
     def ranks(self) -> int:
@@ -81,14 +82,20 @@ class Layout:
     def name(self) -> str:
         parts = [f"pp{self.stages}"] * (self.stages > 1) + [f"cfg{self.replicas}"] * (self.replicas > 1)
         parts += [f"ulysses{self.ulysses}"] * (self.ulysses > 1)
-        return " x ".join(parts)
+        return " x ".join(parts) + f" {self.compile}" * (self.compile != "none")
 
 
 def layout_of(text: str) -> Layout:
-    """A layout from its name and transport, such as `pp2xcfg2:peer`, `pp4`, `ulysses2`."""
-    name, _, transport = text.partition(":")
+    """A layout from its name, transport and way to compile, such as `pp2xcfg2:peer`, `ulysses2`, `pp2:auto:blocks`."""
+    name, transport, compiled, *_ = [*text.split(":"), "", ""]
     degrees = {kind: int(size) for kind, size in re.findall(r"(pp|cfg|ulysses)(\d+)", name)}
-    return Layout(degrees.get("pp", 1), degrees.get("cfg", 1), transport or "auto", degrees.get("ulysses", 1))
+    return Layout(
+        stages=degrees.get("pp", 1),
+        replicas=degrees.get("cfg", 1),
+        transport=transport or "auto",
+        ulysses=degrees.get("ulysses", 1),
+        compile=compiled or "none",
+    )
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
@@ -125,6 +132,7 @@ def measure(
     """All schedules of one workload on one layout; adds a row for each."""
     started = time.perf_counter()
     pipeline = build(workload, device)
+    torch.cuda.reset_peak_memory_stats(device)
     single: dict[bool, float] = {}
     expected: dict[bool, torch.Tensor] = {}
     syncs: dict[bool, int] = {}
@@ -163,10 +171,10 @@ def measure(
         return
 
     sizes = dict(pipeline_parallel_size=layout.stages, cfg_parallel_size=layout.replicas, transport=layout.transport)
-    parallelize(pipeline, ParallelConfig(**sizes, timeout_seconds=60))
+    parallelize(pipeline, ParallelConfig(**sizes, compile=layout.compile, timeout_seconds=60))
     pipeline.set_progress_bar_config(disable=True)
     for guided in workload.guidances:
-        pipeline(**short(workload, device, guided, 1))
+        pipeline(**short(workload, device, guided, 5))  # as many as it takes to record CUDA graphs
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     split = split_of(pipeline.transformer)
@@ -343,7 +351,9 @@ def launch(layout: Layout, names: list[str], seconds: float) -> list[dict[str, A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layouts", nargs="*", default=["pp2", "cfg2"], help="such as pp2xcfg2, pp4:nccl, ulysses2")
+    parser.add_argument(
+        "--layouts", nargs="*", default=["pp2", "cfg2"], help="such as pp2xcfg2, pp4:nccl, ulysses2, pp2:auto:blocks"
+    )
     parser.add_argument("--workloads", nargs="*", default=["flux", "wan-14b", "wan-1.3b", "wan-1.3b-1560"])
     parser.add_argument("--seconds", type=float, default=300.0, help="at most, per layout")
     parser.add_argument("--json", metavar="FILE")
