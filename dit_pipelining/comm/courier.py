@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dit_pipelining.comm.cuda_streams import new_stream
+from dit_pipelining.comm.works import started
 
 GroupPost = Callable[[torch.Tensor, dist.ProcessGroup], dist.Work | None]
 """Starts one side of a transfer over a group."""
@@ -82,13 +83,9 @@ class Courier:
         return torch.cuda.current_stream(self.device).record_event() if self.stream is not None else None
 
     def _notice(self, post: GroupPost) -> None:
-        work = post(torch.zeros(1, dtype=torch.uint8), self.notices)
-        assert work is not None  # this rank is in the group
-        work.wait()
+        started(post(torch.zeros(1, dtype=torch.uint8), self.notices)).wait()
 
     def _transfer(self, tensor: torch.Tensor, post: GroupPost) -> Any:
         with torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
-            work = post(tensor, self.data)
-            assert work is not None  # this rank is in the group
-            work.wait()
+            started(post(tensor, self.data)).wait()
             return self._mark()

@@ -9,6 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from dit_pipelining.comm.works import started
+
 Post = Callable[[torch.Tensor], dist.Work | None]
 """Starts the transfer of a CPU tensor."""
 
@@ -17,8 +19,7 @@ class Transfer:
     """A transfer on its way, with `wait` as torch's works have it."""
 
     def __init__(self, work: dist.Work | None, host: torch.Tensor, arrives_in: torch.Tensor | None = None) -> None:
-        assert work is not None  # this rank is in the group
-        self._work = work
+        self._work = started(work)
         self._host = host
         self._arrives_in = arrives_in
 

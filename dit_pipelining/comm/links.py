@@ -20,6 +20,7 @@ import torch.distributed as dist
 from dit_pipelining.comm.courier import Courier, Delivery, GroupPost
 from dit_pipelining.comm.host_memory import Transfer, start_receive, start_send
 from dit_pipelining.comm.mesh import Mesh, new_group
+from dit_pipelining.comm.works import started
 
 Work = dist.Work | Transfer | Delivery
 """A transfer on its way: `wait` makes its data usable on the current stream."""
@@ -44,13 +45,17 @@ class Wire:
         """Start this rank's side, by `post`, of a transfer of its tensor, which must live until the work is waited for."""
         if self.courier is not None:
             return self.courier.send(tensor, post)
-        return start_send(tensor, self._on_group(post)) if self.backend == "gloo" else self._direct(tensor, post)
+        if self.backend == "gloo":
+            return start_send(tensor, self._on_group(post))
+        return started(post(tensor, self.group))
 
     def receive(self, buffer: torch.Tensor, post: GroupPost) -> Work:
         """Start this rank's side of a transfer into a buffer."""
         if self.courier is not None:
             return self.courier.receive(buffer, post)
-        return start_receive(buffer, self._on_group(post)) if self.backend == "gloo" else self._direct(buffer, post)
+        if self.backend == "gloo":
+            return start_receive(buffer, self._on_group(post))
+        return started(post(buffer, self.group))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         """Start this rank's side of a transfer from the root's tensor into those of all other ranks."""
@@ -59,11 +64,6 @@ class Wire:
 
     def _on_group(self, post: GroupPost) -> Any:
         return lambda own: post(own, self.group)
-
-    def _direct(self, tensor: torch.Tensor, post: GroupPost) -> dist.Work:
-        work = post(tensor, self.group)
-        assert work is not None  # this rank is in the group
-        return work
 
 
 @dataclass(frozen=True)

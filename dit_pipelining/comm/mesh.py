@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from dit_pipelining.comm.layout import CALLERS, LINE, Layout
@@ -98,6 +99,11 @@ def new_group(
     made = [dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options) for ranks in alike]
     own = next((group for group, ranks in zip(made, alike, strict=True) if dist.get_rank() in ranks), made[0])
     return own
+
+
+def backend_of(device: torch.device) -> str:
+    """Of groups for collectives of tensors on such devices: NCCL between GPUs, gloo between CPUs."""
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def line_group(mesh: Mesh, timeout: timedelta) -> dist.ProcessGroup:

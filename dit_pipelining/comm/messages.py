@@ -22,6 +22,7 @@ import torch.distributed as dist
 from dit_pipelining.comm.links import Link
 from dit_pipelining.comm.peer_channels import Channel
 from dit_pipelining.comm.sends import SECONDS_TO_LEAVE
+from dit_pipelining.comm.works import started
 
 ShapeAndDtype = tuple[tuple[int, ...], torch.dtype]
 
@@ -58,16 +59,12 @@ class Direction:
 
     def send_header(self, header: torch.Tensor) -> dist.Work:
         """Post a send of a header, which must live until the work is waited for."""
-        work = dist.isend(header, self.target, group=self.headers)
-        assert work is not None  # this rank is in the group
-        return work
+        return started(dist.isend(header, self.target, group=self.headers))
 
     def receive_header(self, length: int) -> torch.Tensor:
         """Wait for a header."""
         header = torch.empty(length, dtype=torch.float64)
-        work = dist.irecv(header, self.source, group=self.headers)
-        assert work is not None  # this rank is in the group
-        work.wait()
+        started(dist.irecv(header, self.source, group=self.headers)).wait()
         return header
 
 

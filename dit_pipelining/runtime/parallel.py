@@ -14,7 +14,7 @@ from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.comm.components import make_owner_links
 from dit_pipelining.comm.failure import Guard
 from dit_pipelining.comm.launch import Launch
-from dit_pipelining.comm.mesh import Mesh, layout_of, line_group, new_group
+from dit_pipelining.comm.mesh import Mesh, backend_of, layout_of, line_group, new_group
 from dit_pipelining.comm.transport import choose_transport
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.errors import SplitError
@@ -51,8 +51,8 @@ def cut_over_ranks(
     """
     if config.tensor_parallel_size == 1:
         return {name: {} for name in transformers}
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    group = new_group(layout_of(config).groups("tensor"), timedelta(seconds=config.timeout_seconds), backend)
+    timeout = timedelta(seconds=config.timeout_seconds)
+    group = new_group(layout_of(config).groups("tensor"), timeout, backend_of(device))
     dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL joins the ranks here, not between two stages
     return {
         name: apply_tensor_parallel(model, group, find_blocks(model, config.blocks))

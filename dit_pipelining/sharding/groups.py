@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dit_pipelining.comm.layout import Layout
-from dit_pipelining.comm.mesh import new_group
+from dit_pipelining.comm.mesh import backend_of, new_group
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.torch_internals import all_gather, all_to_all
 
@@ -55,18 +55,17 @@ def make_sequence_groups(layout: Layout, rank: int, device: torch.device, timeou
     Args:
         layout: of all ranks of the launch.
         rank: this one.
-        device: of this rank; NCCL between GPUs, gloo between CPUs.
+        device: of this rank.
         timeout: of a transfer.
 
     Raises:
         ConfigError: ranks share a GPU.
     """
-    backend = "nccl" if device.type == "cuda" else "gloo"
 
     def make(*dimensions: str) -> dist.ProcessGroup | None:
         if len(layout.peers(rank, *dimensions)) == 1:
             return None
-        return new_group(layout.groups(*dimensions), timeout, backend)
+        return new_group(layout.groups(*dimensions), timeout, backend_of(device))
 
     ring, ulysses = make("ring"), make("ulysses")
     tokens = (make("ring", "ulysses") if ring is not None and ulysses is not None else ring) or ulysses

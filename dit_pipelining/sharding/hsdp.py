@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 from dit_pipelining.comm.layout import Layout
-from dit_pipelining.comm.mesh import new_group
+from dit_pipelining.comm.mesh import backend_of, new_group
 from dit_pipelining.torch_internals import is_spread
 
 HOLDERS = ("cfg", "ring", "ulysses")
@@ -123,13 +123,13 @@ def make_shard_mesh(
     Args:
         layout: of the launch.
         shard_size: over how many ranks weights are sharded; divides the number of those that hold the same stage.
-        device: of this rank; NCCL between GPUs, gloo between CPUs.
+        device: of this rank.
         timeout: of a transfer.
 
     Returns:
         this rank's mesh, and the ranks that share weights with it.
     """
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = backend_of(device)
     holders = [torch.tensor(ranks).reshape(-1, shard_size) for ranks in layout.groups(*HOLDERS)]
     shared = [tuple(row.tolist()) for mesh in holders for row in mesh]
     shard = new_group(shared, timeout, backend)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from dit_pipelining.comm.components import OwnerLinks, make_link
 from dit_pipelining.comm.layout import CALLERS, Layout
 from dit_pipelining.comm.links import Work
-from dit_pipelining.comm.mesh import Mesh, new_group
+from dit_pipelining.comm.mesh import Mesh, backend_of, new_group
 from dit_pipelining.comm.packing import pack, tensor_in, unpack
 
 
@@ -101,7 +101,7 @@ def make_team_groups(
     Args:
         teams: by component, in this rank's data-parallel copy. Teams of the same ranks have one group.
         layout: of the launch.
-        device: of this rank; NCCL between GPUs, gloo between CPUs.
+        device: of this rank.
         timeout: of a transfer.
     """
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -109,11 +109,10 @@ def make_team_groups(
         if team.compute in made:
             continue
         alike = list(zip(*(layout.peers(rank, "data") for rank in team.compute), strict=True))
-        group = made[team.compute] = new_group(alike, timeout, "nccl" if device.type == "cuda" else "gloo")
+        group = made[team.compute] = new_group(alike, timeout, backend_of(device))
         if dist.get_rank() in team.compute:
-            dist.all_reduce(
-                torch.zeros(1, device=device), group=group
-            )  # NCCL joins the ranks here, not while stages run
+            # NCCL joins the ranks here, not while stages run.
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
     return {name: made[team.compute] for name, team in teams.items()}
 
 
