@@ -72,7 +72,7 @@ class Layout:
     replicas: int = 1
     transport: str = "auto"
     ulysses: int = 1
-    compile: str = "none"
+    compile: str | None = None
 
     @property
     def ranks(self) -> int:
@@ -82,7 +82,7 @@ class Layout:
     def name(self) -> str:
         parts = [f"pp{self.stages}"] * (self.stages > 1) + [f"cfg{self.replicas}"] * (self.replicas > 1)
         parts += [f"ulysses{self.ulysses}"] * (self.ulysses > 1)
-        return " x ".join(parts) + f" {self.compile}" * (self.compile != "none")
+        return " x ".join(parts) + (f" {self.compile}" if self.compile else "")
 
 
 def layout_of(text: str) -> Layout:
@@ -94,7 +94,7 @@ def layout_of(text: str) -> Layout:
         replicas=degrees.get("cfg", 1),
         transport=transport or "auto",
         ulysses=degrees.get("ulysses", 1),
-        compile=compiled or "none",
+        compile=compiled or None,
     )
 
 
