@@ -7,6 +7,7 @@ from torch import nn
 
 from dit_pipelining.comm.mesh import layout_of
 from dit_pipelining.config import ParallelConfig
+from dit_pipelining.runtime.owned import text_parts
 from dit_pipelining.runtime.placing import Places
 from partitioners import Component
 
@@ -22,7 +23,9 @@ def held_beside(
     one.
     """
     stages = config.pipeline_parallel_size
-    sizes = {key: _bytes(part) for key, part in pipeline.components.items() if isinstance(part, nn.Module)}
+    split = text_parts(pipeline.components)  # by another pipeline, and not of the same size on every rank
+    parts = {key: part for key, part in pipeline.components.items() if isinstance(part, nn.Module) and key not in split}
+    sizes = {key: _bytes(part) for key, part in parts.items()}
     for key, (elements, count) in places.part_sizes.items():  # a part's own size would not be the same on every rank
         sizes[key] = elements * next(pipeline.components[key].parameters()).element_size() // count
     shares = stages * (config.hsdp_shard_size or 1)

@@ -18,6 +18,7 @@ from dit_pipelining.config import ParallelConfig
 from dit_pipelining.errors import ConfigError, NotATransformerError
 from dit_pipelining.runtime.checks import check_splits
 from dit_pipelining.runtime.filling import from_checkpoint, from_memory
+from dit_pipelining.runtime.owned import text_parts
 from dit_pipelining.runtime.parallel import cut_over_ranks, spread
 from dit_pipelining.runtime.placing import Places, choose_places
 from dit_pipelining.sharding.teams import make_team_groups
@@ -139,7 +140,8 @@ def load_split(files: PipelineFiles, config: ParallelConfig, launch: Launch) -> 
         cls = component_class(*index[name])
         return empty_text_encoder(cls, files.folder / name, chosen_among([name], files.quantisation))
 
-    places = choose_places(config, {**on_disk, **components_in_memory(files.given)}, models, encoder)
+    sizes = {**on_disk, **components_in_memory(files.given)}
+    places = choose_places(config, sizes, models, encoder, text_parts(files.given))
     device = launch.join()
     mesh = Mesh.of(layout_of(config), dist.get_rank())
     components = _load_components(files, index, places, mesh, device, launch.timeout)

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,12 @@ def owner_of(module: Any) -> int | None:
     """The rank that calls of this module run on; None: each rank runs its own."""
     component: OwnedComponent | None = getattr(module, "__dict__", {}).get(OWNED)
     return None if component is None else component.links.owner
+
+
+def text_parts(components: Mapping[str, Any]) -> dict[str, int]:
+    """Over how many ranks text encoders are split already, by a pipeline that they belong to; those that are."""
+    found = {name: part.__dict__[OWNED].team for name, part in components.items() if is_owned(part)}
+    return {name: len(team.talk.team.compute) for name, team in found.items() if team is not None and team.needs_all}
 
 
 @contextmanager

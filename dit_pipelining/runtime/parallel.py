@@ -25,7 +25,7 @@ from dit_pipelining.runtime.components import OwnedComponent
 from dit_pipelining.runtime.executor import FillStage, TransformerExecutor
 from dit_pipelining.runtime.filling import from_memory
 from dit_pipelining.runtime.lockstep import Lockstep
-from dit_pipelining.runtime.owned import is_owned, own
+from dit_pipelining.runtime.owned import is_owned, own, text_parts
 from dit_pipelining.runtime.placing import Places, choose_places
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.sharding.groups import make_sequence_groups
@@ -66,7 +66,8 @@ def split_in_memory(
     """Spread a pipeline that every rank has in memory; each drops what is not its own."""
     check_splits(config, transformers)
     components = pipeline.components
-    places = choose_places(config, components_in_memory(components), transformers, components.__getitem__)
+    sizes = components_in_memory(components)
+    places = choose_places(config, sizes, transformers, components.__getitem__, text_parts(components))
     device = launch.join()
     cut_over_ranks(transformers, config, device)
     teams = {name: places.teams[name] for name in places.texts}
@@ -106,10 +107,12 @@ def spread(
     for name, component in pipeline.components.items():
         if not isinstance(component, nn.Module) or name in transformers:
             continue
+        if is_owned(component):  # under another name, or another pipeline's
+            continue
         if name not in places.owners:
             component.to(device)
             resolve_inputs(name, component)
-        elif not is_owned(component):  # one module can have two names
+        else:
             _place(component, device, has_weights=places.has_weights(name, mesh))
             is_decoder = kind_of(type(component)) == "decoder"
             owned = OwnedComponent(name, links[places.owners[name]], mesh.world_rank, is_decoder, shown, rolling)

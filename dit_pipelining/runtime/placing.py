@@ -1,7 +1,7 @@
 """Decide which ranks hold and compute a pipeline's encoders and VAEs, before anything is loaded."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,6 +61,7 @@ def choose_places(
     components: Mapping[str, ComponentSize],
     models: Mapping[str, nn.Module],
     encoder: Callable[[str], Any],
+    split: Mapping[str, int],
 ) -> Places:
     """Choose the rank of each component, by its kind and size.
 
@@ -69,11 +70,19 @@ def choose_places(
         components: those that can go to one rank.
         models: the transformers, beside whose stages they lie.
         encoder: gives a text encoder by its name, with weights or without.
+        split: over how many ranks text encoders are split already, by another pipeline: they stay as they are.
 
     Raises:
         ConfigError: the configuration names components that are not there, or asks for parts that cannot be.
     """
-    texts = _text_plans(config, components, encoder)
+    for name, parts in split.items():
+        if (size := config.text_encoder_size(name)) not in (1, parts):
+            raise ConfigError(
+                f"text_encoder_tp_size={size} for the component {name!r}, which another pipeline has split over {parts} ranks "
+                f"already. Give {parts}, or leave the component out, so that this pipeline loads its own."
+            )
+    components = {name: part for name, part in components.items() if name not in split}
+    texts = _text_plans(config, components, encoder, split)
     components = _with_parts(config, components, texts)
     owners = _owners(config, components, models)
     return Places(owners, _teams(config, components, owners), texts)
@@ -116,14 +125,17 @@ def _owners(
 
 
 def _text_plans(
-    config: ParallelConfig, components: Mapping[str, ComponentSize], encoder: Callable[[str], Any]
+    config: ParallelConfig,
+    components: Mapping[str, ComponentSize],
+    encoder: Callable[[str], Any],
+    split: Collection[str],
 ) -> dict[str, TextPlan]:
     """How each text encoder is cut that is to be, by its name."""
     sizes = config.text_encoder_tp_size
     everywhere = [name for name, place in (config.component_ranks or {}).items() if place == "all"]
     known = [name for name, part in components.items() if part.text and name not in everywhere]
-    unknown = [name for name in sizes if name not in known] if isinstance(sizes, Mapping) else []
-    if unknown or (sizes != 1 and not known):
+    unknown = [name for name in sizes if name not in (*known, *split)] if isinstance(sizes, Mapping) else []
+    if unknown or (sizes != 1 and not known and not split):
         raise ConfigError(
             f"text_encoder_tp_size={sizes}: the text encoders of this pipeline that are not on every rank are "
             f"{', '.join(map(repr, known)) or 'none'}."

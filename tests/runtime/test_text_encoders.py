@@ -170,6 +170,27 @@ def test_requests_side_by_side_and_dtypes_of_parts(ranks: RankPool, folders: dic
         assert all(largest_error(*pair) < TOLERANCE for pair in zip(outputs, expected, strict=True))
 
 
+def shared(folder: Path) -> list[Any]:
+    """What pipelines give that share a split encoder, and how another split of it is refused."""
+    config = dict(pipeline_parallel_size=3, ranks="2GB", timeout_seconds=60)
+    first = load_pipeline(folder, ParallelConfig(**config, text_encoder_tp_size=2))
+    found = [latents(first, "wan")]
+    for sizes in ({}, {"text_encoder_tp_size": 2}, {"text_encoder_tp_size": {"text_encoder": 2}}):
+        other = load_pipeline(folder, ParallelConfig(**config, **sizes), text_encoder=first.text_encoder)
+        found.append(latents(other, "wan"))
+    plain = diffusers.DiffusionPipeline.from_pretrained(folder, text_encoder=first.text_encoder)
+    found.append(latents(parallelize(plain, ParallelConfig(**config, text_encoder_tp_size=2)), "wan"))
+    with pytest.raises(ConfigError) as caught:
+        load_pipeline(folder, ParallelConfig(**config, text_encoder_tp_size=3), text_encoder=first.text_encoder)
+    return [*found, str(caught.value)]
+
+
+def test_a_split_encoder_of_another_pipeline_is_shared_as_it_is(ranks: RankPool, folders: dict[str, Path]) -> None:
+    for *found, refused in ranks.run(3, shared, folders["wan"]):
+        assert all(torch.equal(result, found[0]) for result in found)
+        assert "'text_encoder', which another pipeline has split over 2 ranks already. Give 2, or leave" in refused
+
+
 # ---- refusals -----------------------------------------------------------------------------------------------------------
 
 
