@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import init_empty_weights
-from diffusers import FluxTransformer2DModel, WanTransformer3DModel
+from diffusers import WanTransformer3DModel
 from torch import nn
 
 from dit_pipelining.capture.capturing import capture
@@ -14,6 +14,8 @@ from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.costs.model_costs import NOMINAL_FLOPS_PER_SECOND, model_costs, weight_sizes
 from partitioners import ModelCosts
 from tests.capture.toy import DIM, Toy, randn
+from tests.costs import models
+from tests.costs.models import empty
 
 BFLOAT16_BYTES = 2
 
@@ -28,10 +30,6 @@ class Captured:
 def captured(model: nn.Module, inputs: dict[str, Any]) -> Captured:
     graph = capture(model, inputs, count_work=True)
     return Captured(model, graph, model_costs(graph, model))
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +47,7 @@ def wan() -> Captured:
 
 @pytest.fixture(scope="module")
 def flux() -> Captured:
-    """FLUX.1-dev's blocks at 1024 x 1024 pixels."""
-    with init_empty_weights(include_buffers=False):
-        model = FluxTransformer2DModel(num_layers=2, num_single_layers=2, guidance_embeds=True).to(torch.bfloat16)
-    inputs = dict(
-        hidden_states=empty(1, 4096, 64),
-        encoder_hidden_states=empty(1, 512, 4096),
-        pooled_projections=empty(1, 768),
-        timestep=empty(1),
-        guidance=empty(1),
-        img_ids=empty(4096, 3),
-        txt_ids=empty(512, 3),
-    )
-    return captured(model, inputs)
+    return captured(*models.flux())
 
 
 WAN_TOKENS, WAN_TEXT, WAN_DIM, WAN_FFN = 21 * 30 * 52, 512, 5120, 13824

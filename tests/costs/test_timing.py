@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import init_empty_weights
 from diffusers import FluxTransformer2DModel
 
 from dit_pipelining.capture.capturing import capture
@@ -18,6 +17,7 @@ from dit_pipelining.costs.model_costs import model_costs
 from dit_pipelining.costs.roofline import Roofline
 from dit_pipelining.costs.timing import find_timing
 from dit_pipelining.errors import ConfigError
+from tests.costs import models
 
 PROFILE = MeasuredProfile(
     model="flux",
@@ -36,21 +36,7 @@ PROFILE = MeasuredProfile(
 
 @pytest.fixture(scope="module")
 def flux() -> tuple[BlockGraph, FluxTransformer2DModel]:
-    with init_empty_weights(include_buffers=False):
-        model = FluxTransformer2DModel(num_layers=2, num_single_layers=2, guidance_embeds=True).to(torch.bfloat16)
-
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
-
-    inputs = dict(
-        hidden_states=empty(1, 4096, 64),
-        encoder_hidden_states=empty(1, 512, 4096),
-        pooled_projections=empty(1, 768),
-        timestep=empty(1),
-        guidance=empty(1),
-        img_ids=empty(4096, 3),
-        txt_ids=empty(512, 3),
-    )
+    model, inputs = models.flux()
     return capture(model, inputs, count_work=True), model
 
 

@@ -12,33 +12,6 @@ from dit_pipelining.planning.presets import preset, preset_names
 from tests.zoo import CASES
 
 
-@pytest.fixture(autouse=True)
-def no_partition_in_the_environment(monkeypatch):
-    monkeypatch.delenv("VLLM_PP_LAYER_PARTITION", raising=False)
-
-
-@pytest.fixture
-def show(capsys):
-    """Runs `show ... --json` and returns what it printed, after checking that nothing else was said."""
-
-    def run(*arguments):
-        code = main(["show", *map(str, arguments), "--json"])
-        printed = capsys.readouterr()
-        assert (code, printed.err) == (0, "")
-        return json.loads(printed.out)
-
-    return run
-
-
-@pytest.fixture
-def tiny(tmp_path):
-    """The config of a model of 4 blocks."""
-    file = tmp_path / "tiny" / "config.json"
-    file.parent.mkdir()
-    file.write_text(json.dumps({"_class_name": "WanTransformer3DModel", **CASES["WanTransformer3D"].init}))
-    return file
-
-
 def large(boundary):
     """Tensors of a boundary that are more than 1% of the largest one."""
     most = max(tensor["bytes"] for tensor in boundary["tensors"])

@@ -11,30 +11,6 @@ from dit_pipelining.planning.presets import preset
 from tests.zoo import CASES
 
 
-@pytest.fixture(autouse=True)
-def no_partition_in_the_environment(monkeypatch):
-    monkeypatch.delenv("VLLM_PP_LAYER_PARTITION", raising=False)
-
-
-@pytest.fixture
-def tiny(tmp_path):
-    """The config of a Wan of 4 blocks."""
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"_class_name": "WanTransformer3DModel", **CASES["WanTransformer3D"].init}))
-    return file
-
-
-@pytest.fixture
-def show(capsys):
-    def run(*arguments):
-        code = main(["show", *map(str, arguments), "--json"])
-        printed = capsys.readouterr()
-        assert (code, printed.err) == (0, "")
-        return json.loads(printed.out)
-
-    return run
-
-
 def predicted(data):
     return data["transformers"][0]["predicted"]
 
