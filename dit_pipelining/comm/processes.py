@@ -1,9 +1,11 @@
 """Start ranks from a plain script or a notebook, without torchrun."""
 
 import multiprocessing
+import pickle
 import sys
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +27,8 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int, start_method: s
         nproc: number of ranks.
         start_method: `"spawn"` (default): new interpreters, which import the function, so it must be in a file, and in a
             script the call of `launch` must stand below `if __name__ == "__main__":`, since they import that too. `"fork"`
-            (default for functions of a notebook or of an interactive session): copies of this process, which must not
-            have used CUDA yet.
+            (default for functions that are in no file: of a notebook, an interactive session, `python -c` or a script read
+            from the standard input): copies of this process, which must not have used CUDA yet.
 
     Returns:
         what the function returned on each rank.
@@ -45,10 +47,9 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int, start_method: s
             "the new processes import the script that calls launch, and came to that call again: put it below "
             '`if __name__ == "__main__":`.'
         )
-    interactive = getattr(function, "__module__", None) == "__main__" and not hasattr(
-        sys.modules["__main__"], "__file__"
-    )
-    method = start_method or ("fork" if interactive else "spawn")
+    file = getattr(sys.modules["__main__"], "__file__", None)  # "<stdin>" for a script that is read from there
+    typed = getattr(function, "__module__", None) == "__main__" and (file is None or not Path(file).is_file())
+    method = start_method or ("fork" if typed else "spawn")
     if method not in multiprocessing.get_all_start_methods():
         raise ConfigError(
             f"start_method={method!r}: expected one of {', '.join(multiprocessing.get_all_start_methods())}."
@@ -58,6 +59,8 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int, start_method: s
             "this process has used CUDA, which does not survive a fork. Restart the notebook and launch before anything "
             "touches the GPU, or put the function into a file and import it."
         )
+    if method != "fork":
+        _check_that_processes_find(function, args, in_no_file=typed)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -76,3 +79,21 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int, start_method: s
         told = "it ended while it started, and printed why" if silent else failure.message
         raise RemoteRankError(f"rank {rank} failed: {told}") from None
     return [results[rank] for rank in range(nproc)]
+
+
+def _check_that_processes_find(function: Callable[..., Any], args: tuple[Any, ...], *, in_no_file: bool) -> None:
+    """Check that a new interpreter can import a function and get its arguments.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        pickle.dumps((function, args))
+        problem = "it is in no file" if in_no_file else None
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    if problem is not None:
+        raise ConfigError(
+            f"{function!r} with its arguments cannot be sent to new processes, which import it ({problem}). Give a function "
+            'a file defines at its top, neither a lambda nor one inside another function; or start_method="fork".'
+        )

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,31 @@ def test_a_script_that_its_ranks_would_run_again_is_told_so(tmp_path: Path) -> N
     assert ended.returncode != 0
     assert 'put it below `if __name__ == "__main__":`' in ended.stderr
     assert "rank 0 failed: it ended while it started, and printed why" in ended.stderr
+
+
+TYPED = """
+from dit_pipelining import launch
+
+def rank(offset):
+    import os
+    return int(os.environ["RANK"]) + offset
+
+print(launch(rank, 5, nproc=2))
+"""
+
+
+def test_a_function_of_a_script_from_the_standard_input_is_run_by_every_rank() -> None:
+    environment = {**os.environ, "PYTHONPATH": "."}
+    ended = subprocess.run([sys.executable], input=TYPED, capture_output=True, text=True, timeout=120, env=environment)
+    assert "[5, 6]" in ended.stdout, ended.stderr
+    assert ended.returncode == 0
+
+
+def test_what_new_processes_cannot_import_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"lambda.* cannot be sent to new processes.*neither a lambda"):
+        launch(lambda: 3, nproc=1)
+    with pytest.raises(ConfigError, match="cannot be sent to new processes"):
+        launch(sum_of_ranks, threading.Lock(), nproc=1)
 
 
 @pytest.mark.parametrize("nproc", [0, -1, 1.5, True])
