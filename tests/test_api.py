@@ -1,6 +1,8 @@
 """The front door: wrong use is refused at once, with what to change, and pipelines say where they come from."""
 
+import io
 import json
+import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -331,7 +333,12 @@ def test_a_tensor_of_another_shape_is_named_before_ranks_meet(tmp_path: Path, tw
 
 def load_with_own_transformer(folder: Path, own: Path) -> torch.Tensor:
     transformer = WanTransformer3DModel.from_pretrained(own / "transformer")
+    warned = io.StringIO()
+    handler = logging.StreamHandler(warned)
+    logging.getLogger("diffusers").addHandler(handler)
     pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=2), transformer=transformer)
+    logging.getLogger("diffusers").removeHandler(handler)
+    assert warned.getvalue() == ""
     assert pipeline.transformer is transformer
     frames: torch.Tensor = pipeline(**CALL, generator=torch.Generator().manual_seed(0)).frames
     return frames

@@ -156,13 +156,14 @@ def _load(
     variant = options.get("variant")
     if variant is not None and not any(has_variant(folder / name, variant) for name in names):
         options = {**options, "variant": None}
-    options = {**options, "quantization_config": chosen_among(names, options.get("quantization_config"))}
+    own = {key: value for key, value in options.items() if key not in index}  # all else is for the whole pipeline
+    own["quantization_config"] = chosen_among(names, options.get("quantization_config"))
     with tempfile.TemporaryDirectory() as made:
         for name in names:
             (Path(made) / name).symlink_to((folder / name).resolve())
-        own = {name: index[name] for name in names}
-        (Path(made) / "model_index.json").write_text(json.dumps({"_class_name": "Parts", **own}))
-        pipeline = _pipeline_of(names).from_pretrained(made, **options)
+        parts = {name: index[name] for name in names}
+        (Path(made) / "model_index.json").write_text(json.dumps({"_class_name": "Parts", **parts}))
+        pipeline = _pipeline_of(names).from_pretrained(made, **own)
         components: dict[str, nn.Module] = dict(pipeline.components)
         for name, component in components.items():
             name_source(component, str(folder / name), str(Path(made) / name))
