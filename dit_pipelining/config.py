@@ -16,6 +16,7 @@ from dit_pipelining.config_checks import (
 from dit_pipelining.config_types import check_types
 from dit_pipelining.errors import ConfigError, WorldSizeError
 from partitioners import Partitioner, RankSpec, TooManyStagesError
+from partitioners.errors import counted
 
 DIMENSIONS = {
     "data": "data_parallel_size",
@@ -150,8 +151,8 @@ class ParallelConfig:
             raise ConfigError(f"timeout_seconds={seconds!r}: expected a number of seconds above 0.")
         if self.vae_patch_parallel_size > self.copy_size:
             raise ConfigError(
-                f"vae_patch_parallel_size={self.vae_patch_parallel_size}: only {self.copy_size} ranks run a call together; "
-                f"use {self.copy_size} or less."
+                f"vae_patch_parallel_size={self.vae_patch_parallel_size}: {counted(self.copy_size, 'rank')} at most "
+                f"can run a call together; use {self.copy_size} or less."
             )
         self._check_text_encoders()
         self._check_ranks()
@@ -181,7 +182,8 @@ class ParallelConfig:
             check_positive(what, size)
             if size > self.copy_size:
                 raise ConfigError(
-                    f"{what}={size}: only {self.copy_size} ranks run a call together; use {self.copy_size} or less."
+                    f"{what}={size}: {counted(self.copy_size, 'rank')} at most can run a call together; "
+                    f"use {self.copy_size} or less."
                 )
 
     def text_encoder_size(self, component: str) -> int:
@@ -217,7 +219,7 @@ class ParallelConfig:
                 copies > 1 and not rest
             )
             raise WorldSizeError(
-                f"{world_size} processes were launched, but {spelt} needs {self.world_size}. Launch with `torchrun "
+                f"this launch has {counted(world_size, 'rank')}, but {spelt} needs {self.world_size}. Launch with `torchrun "
                 f"--nproc-per-node {self.world_size}` or change the sizes{hint}."
             )
 

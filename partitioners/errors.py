@@ -10,6 +10,11 @@ ARGUMENT = "the argument"
 """Where block counts came from, when the caller passed them."""
 
 
+def counted(number: int, noun: str) -> str:
+    """For example `1 stage` or `2 stages`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 class PartitionError(ValueError):
     """A model cannot be cut the way it was asked for."""
 
@@ -43,8 +48,8 @@ class TooManyStagesError(PartitionError):
 
     def __str__(self) -> str:
         return (
-            f"{self.num_stages} stages are more than the model's {self.num_blocks} blocks; use at most "
-            f"{self.num_blocks} stages, or give explicit counts with a 0 for each stage that shall stay empty"
+            f"{self.num_stages} stages are more than the model's {counted(self.num_blocks, 'block')}; use at most "
+            f"{counted(self.num_blocks, 'stage')}, or give explicit counts with a 0 for each stage that shall stay empty"
         )
 
 
@@ -179,7 +184,7 @@ class DoesNotFitError(PartitionError):
             advice = "give these ranks more memory, or make the model smaller (a smaller dtype, quantised weights)"
         else:
             advice = (
-                f"use at least {self.smallest_num_ranks} ranks, those that are added like the largest of these, "
+                f"use at least {counted(self.smallest_num_ranks, 'rank')}, those that are added like the largest of these, "
                 "or ranks with more memory"
             )
         placement = "blocks per stage " + ",".join(str(count) for count in self.counts)

@@ -24,6 +24,7 @@ from PIL import Image
 from dit_pipelining.api import generate
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.runtime.report import print_split
+from partitioners.errors import counted
 
 CALL_FLAGS = ("negative_prompt", "width", "height", "num_frames", "num_inference_steps", "guidance_scale")
 """Flags that are arguments of a pipeline's call."""
@@ -57,8 +58,8 @@ def main() -> None:
         print_split(pipeline)
         print("\n".join(str(path) for path in paths))
         print(
-            f"{len(requests)} requests, {in_flight} in flight, in {seconds:.1f} s with reading the transformer's weights: "
-            f"{60 * len(requests) / seconds:.1f} requests/min"
+            f"{counted(len(requests), 'request')}, {in_flight} in flight, in {seconds:.1f} s with reading the transformer's "
+            f"weights: {60 * len(requests) / seconds:.1f} requests/min"
         )
 
 

@@ -327,7 +327,7 @@ def test_a_tensor_of_another_shape_is_named_before_ranks_meet(tmp_path: Path, tw
     tensors = load_file(file)
     name = next(name for name, tensor in tensors.items() if tensor.dim() == 2)
     save_file({**tensors, name: tensors[name][:-1].clone()}, file)
-    with pytest.raises(CheckpointError, match=rf"other shapes for 1 tensors: {name} "):
+    with pytest.raises(CheckpointError, match=rf"other shapes for 1 tensor: {name} "):
         load_pipeline(folder, two_ranks)
 
 

@@ -7,6 +7,7 @@ from dit_pipelining.cli.arguments import positive
 from dit_pipelining.comm.layout import Layout
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.planning.degrees import FLAGS
+from partitioners.errors import counted
 
 WORDS = {
     "data": ("copy", "copies that share the requests"),
@@ -45,7 +46,8 @@ def parts(layout: Layout, text_encoder_parts: int = 1) -> Iterator[tuple[int, st
     together = layout.size // layout.data
     if text_encoder_parts > together:
         raise ConfigError(
-            f"--text-encoder-tp-size {text_encoder_parts}: only {together} ranks run a call together; use {together} or less."
+            f"--text-encoder-tp-size {text_encoder_parts}: {counted(together, 'rank')} at most can run a call "
+            f"together; use {together} or less."
         )
     for rank in range(layout.size):
         places = layout.coordinates(rank)

@@ -30,6 +30,7 @@ from dit_pipelining.planning.timeline import Load
 from dit_pipelining.planning.weightless import build_weightless, transformer_class
 from dit_pipelining.show.picture import Alternative, Picture, Target, alternative
 from partitioners import ENVIRONMENT_VARIABLE, Component, PartitionError
+from partitioners.errors import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +177,7 @@ def _components(
     ranks = question.stages * question.replicas
     if parts > ranks:
         raise ConfigError(
-            f"--text-encoder-tp-size {parts}: only {ranks} ranks run a call together; use {ranks} or less."
+            f"--text-encoder-tp-size {parts}: {counted(ranks, 'rank')} at most can run a call together; use {ranks} or less."
         )
     if model.source != "preset" or known is None or size is None:
         if parts > 1:

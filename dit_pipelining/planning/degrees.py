@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 
 from dit_pipelining.comm.layout import Layout
 from dit_pipelining.config import DIMENSIONS
+from partitioners.errors import counted
 
 GOALS = ("latency", "throughput", "memory")
 """What a search can look for: seconds of one request, requests per hour, bytes of the fullest rank."""
@@ -95,7 +96,7 @@ def problem_of(degrees: Degrees, *, divides: Divides, blocks: int, calls: int) -
     if degrees.ulysses > 1 and (divides.heads is None or divides.heads % divided):
         return f"{divides.heads} heads do not divide by ulysses x tensor = {divided}"
     if degrees.pipeline > blocks:
-        return f"{blocks} blocks are fewer than {degrees.pipeline} stages"
+        return f"{degrees.pipeline} stages are more than {counted(blocks, 'block')}"
     if degrees.cfg > calls:
         return f"{degrees.cfg} replicas have {calls} call(s) a step to share"
     return ""

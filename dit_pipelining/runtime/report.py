@@ -6,12 +6,14 @@ from dit_pipelining.lowering.names import data_size
 from dit_pipelining.lowering.report import CrossingReport, report_split
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.runtime.attach import split_of
+from partitioners.errors import counted
 
 
 def describe_split(name: str, split: SplitModel) -> str:
     """One transformer's partition, weights per stage and what crosses each boundary, as text."""
     report = report_split(split, [name])
-    lines = [f"{name}: {len(report.blocks)} blocks over {split.num_stages} stages ({split.partition})"]
+    size = f"{counted(len(report.blocks), 'block')} over {counted(split.num_stages, 'stage')}"
+    lines = [f"{name}: {size} ({split.partition})"]
     for stage in report.stages:
         line = f"  stage {stage.stage}: {', '.join(stage.blocks) or 'no blocks'}, {data_size(stage.parameter_bytes)}"
         if stage.stage < len(report.boundaries):

@@ -33,6 +33,7 @@ from dit_pipelining.runtime.requests import request_call
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.runtime.submissions import TIMED_OUT, OnStep, RequestFuture, Submission, as_message
 from dit_pipelining.runtime.turns import Request, RequestCancelledError
+from partitioners.errors import counted
 
 IDLE_SECONDS = 1.0
 """How often ranks that wait for a request tell each other that they are there."""
@@ -128,7 +129,9 @@ class RequestQueue:
             try:
                 self._waiting.put_nowait(own)
             except queue.Full:
-                raise QueueFullError(f"{self._waiting.maxsize} requests wait already; try again later.") from None
+                raise QueueFullError(
+                    f"the queue is full ({counted(self._waiting.maxsize, 'request')} waiting); try again later."
+                ) from None
             self._submissions[index] = own
         self._something.set()
         return future

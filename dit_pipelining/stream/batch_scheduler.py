@@ -10,6 +10,7 @@ from dit_pipelining.stream.levels import fewer_levels
 from dit_pipelining.stream.schedule import Row, Start, rows
 from dit_pipelining.stream.simulation import Forecast, StageCost, simulate
 from dit_pipelining.stream.spec import FRAMES_PER_LATENT, StreamSpec
+from partitioners.errors import counted
 
 GUIDANCE = ("rows", "replicas")
 """Ways of running the branches of guidance: as rows of one pipeline, or in a pipeline for each."""
@@ -136,8 +137,8 @@ class StreamBatchScheduler:
             wanted = f"{target_fps:g} frames/s" + (f" within {max_latency:g} s" if max_latency is not None else "")
             wanted += f" and a first frame within {max_first_frame:g} s" if max_first_frame is not None else ""
             raise ConfigError(
-                f"no choice gives {wanted} on these {len(self.stages)} stages. Nearest is {describe(near)}. Take more stages, "
-                "fewer streams, smaller pictures, or other goals."
+                f"no choice gives {wanted} with {counted(len(self.stages), 'stage')}. Nearest is {describe(near)}. "
+                "Take more stages, fewer streams, smaller pictures, or other goals."
             )
         return max(good, key=lambda own: (own.spec.num_levels, own.spec.streams, -own.latency, own.fps))
 

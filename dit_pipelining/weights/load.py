@@ -10,6 +10,7 @@ from dit_pipelining.errors import CheckpointError
 from dit_pipelining.sharding.tensor_layers import Shard
 from dit_pipelining.weights.checkpoint import Checkpoint
 from dit_pipelining.weights.empty import loaded_dtype
+from partitioners.errors import counted
 
 MOST_NAMED = 20
 """How many tensors of a kind an error names; it counts them all."""
@@ -179,7 +180,7 @@ def move_to(model: nn.Module, name: str, device: torch.device) -> None:
 
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:MOST_NAMED])
-    return f"{len(names)} tensors: {shown}{', ...' if len(names) > MOST_NAMED else ''}"
+    return f"{counted(len(names), 'tensor')}: {shown}{', ...' if len(names) > MOST_NAMED else ''}"
 
 
 def _shape(sizes: tuple[int, ...]) -> str:

@@ -29,6 +29,7 @@ from dit_pipelining.weights.load import (
     name_without_adapter,
     tensor_names,
 )
+from partitioners.errors import counted
 
 METHODS = ("torchao", "bitsandbytes")
 """Those whose tensors are known to be the same whether they are made one by one or all together."""
@@ -122,8 +123,8 @@ class QuantisedTransformer:
                 shown = ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
                 raise CheckpointError(
                     f"the checkpoint in {checkpoint.folder} does not fit {type(model).__name__}, quantised by "
-                    f"{self.method}: it {kind} {len(names)} tensors: {shown}. Check that config.json and the weights belong "
-                    "together."
+                    f"{self.method}: it {kind} {counted(len(names), 'tensor')}: {shown}. Check that config.json and "
+                    "the weights belong together."
                 )
 
 

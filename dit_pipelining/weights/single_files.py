@@ -12,6 +12,7 @@ from torch import nn
 from dit_pipelining.errors import CheckpointError, ConfigError, ModelNotFoundError
 from dit_pipelining.weights.pipelines import DtypeChoice, dtype_of, read_index, transformer_classes
 from dit_pipelining.weights.quantised import chosen_for
+from partitioners.errors import counted
 
 ENDING = ".gguf"
 
@@ -72,7 +73,7 @@ def _from_gguf(
         CheckpointError: the file cannot be read, or is another model's.
     """
     tensors = mapped_gguf(path)
-    held = f"{len(tensors)} tensors{f', such as {next(iter(tensors))!r}' if tensors else ''}"
+    held = f"{counted(len(tensors), 'tensor')}{f', such as {next(iter(tensors))!r}' if tensors else ''}"
     try:
         model: nn.Module = cls.from_single_file(
             tensors, config=str(folder), torch_dtype=dtype, quantization_config=quantisation

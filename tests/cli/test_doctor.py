@@ -125,7 +125,7 @@ def test_the_mesh_says_which_rank_has_which_part_of_text_encoders() -> None:
         "1 of 2, part 3 of 3 of the text encoders",
         "2 of 2",
     ] * 2
-    with pytest.raises(ConfigError, match="only 4 ranks run a call together"):
+    with pytest.raises(ConfigError, match="4 ranks at most can run a call together"):
         dict(parts(Layout(data=2, pipeline=2, ulysses=2), 5))
 
 

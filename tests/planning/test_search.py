@@ -45,7 +45,7 @@ def test_ways_that_cannot_be_say_why() -> None:
     assert problem(ulysses=2, tensor=2, pipeline=3, cfg=2) == ""
     assert "12 heads do not divide by ulysses x tensor = 24" in problem(ulysses=4, tensor=6)
     assert "tensor = 4 is none of 1, 2, 3, 6" in problem(tensor=4)
-    assert "3 blocks are fewer than 4 stages" in problem(pipeline=4)
+    assert "4 stages are more than 3 blocks" in problem(pipeline=4)
     assert "4 replicas have 2 call(s)" in problem(cfg=4)
     refused = Divides(refusals=(("sequence", "no plan for its tokens"), ("tensor", "an unknown attention")))
     assert problem(refused, ring=2) == "no plan for its tokens"

@@ -246,7 +246,7 @@ def test_a_quantised_checkpoint_that_lacks_a_tensor_is_refused(
     tensors = {name: tensor for name, tensor in load_file(path).items() if not name.startswith(lost[:-6])}
     path.unlink()
     save_file(tensors, path, metadata)
-    with pytest.raises(CheckpointError, match=rf"torchao: it lacks 1 tensors: {lost}"):
+    with pytest.raises(CheckpointError, match=rf"torchao: it lacks 1 tensor: {lost}"):
         load_pipeline(folder, two_ranks)
 
 

@@ -254,7 +254,7 @@ def refused(folder: Path) -> None:
 
 
 def test_sizes_that_cannot_be_are_refused(ranks: RankPool, folders: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match="vae_patch_parallel_size=3: only 2 ranks"):
+    with pytest.raises(ConfigError, match="vae_patch_parallel_size=3: 2 ranks at most"):
         ParallelConfig(pipeline_parallel_size=2, data_parallel_size=2, vae_patch_parallel_size=3)
     with pytest.raises(ConfigError, match="vae_patch_parallel_size=0: expected an integer"):
         ParallelConfig(vae_patch_parallel_size=0)

@@ -79,9 +79,7 @@ def test_the_cost_model_chooses_how_the_branches_of_guidance_run() -> None:
 
 def test_no_choice_says_what_comes_nearest() -> None:
     scheduler = StreamBatchScheduler([StageCost(1.0, 0.1)], SPEC)
-    with pytest.raises(
-        ConfigError, match=r"no choice gives 30 frames/s within 1 s on these 1 stages\. Nearest is 1 levels"
-    ):
+    with pytest.raises(ConfigError, match=r"no choice gives 30 frames/s within 1 s with 1 stage\. Nearest is 1 levels"):
         scheduler.compute_optimal_config(30.0, max_latency=1.0)
 
 

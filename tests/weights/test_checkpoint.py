@@ -177,7 +177,7 @@ def test_all_that_does_not_fit_is_named_at_once(tmp_path: Path) -> None:
         check_tensors(empty_model(WanTransformer3DModel, CONFIG), open_checkpoint(tmp_path))
     width = model.patch_embedding.bias.numel()
     assert (
-        f"does not fit WanTransformer3DModel: it lacks 1 tensors: proj_out.bias and has unexpected 1 tensors: proj_in.bias "
+        f"does not fit WanTransformer3DModel: it lacks 1 tensor: proj_out.bias and has unexpected 1 tensor: proj_in.bias "
         f"and has other shapes for 2 tensors: patch_embedding.bias ([1, 2] instead of [{width}]), "
         f"scale_shift_table ([5] instead of [1, 2, {width}])." in str(caught.value)
     )
@@ -190,7 +190,7 @@ def test_tensors_that_the_class_ignores_are_no_error(tmp_path: Path, monkeypatch
     assert ignored == ["norm_added_q"]
     check_tensors(empty_model(WanTransformer3DModel, CONFIG), open_checkpoint(tmp_path))
     monkeypatch.setattr(WanTransformer3DModel, "_keys_to_ignore_on_load_unexpected", None)
-    with pytest.raises(CheckpointError, match=r"unexpected 1 tensors: norm_added_q\.weight"):
+    with pytest.raises(CheckpointError, match=r"unexpected 1 tensor: norm_added_q\.weight"):
         check_tensors(empty_model(WanTransformer3DModel, CONFIG), open_checkpoint(tmp_path))
 
 
