@@ -46,7 +46,9 @@ def base_parser(description: str) -> argparse.ArgumentParser:
     flags.add_argument("--width", type=int)
     flags.add_argument("--height", type=int)
     flags.add_argument("--num-inference-steps", type=int)
-    flags.add_argument("--guidance-scale", "--cfg-scale", type=float, metavar="SCALE", help="of classifier-free guidance")
+    flags.add_argument(
+        "--guidance-scale", "--cfg-scale", type=float, metavar="SCALE", help="of classifier-free guidance"
+    )
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights; default: as diffusers loads them")
     flags.add_argument("--variant", help="of the checkpoint's files, for example fp16")
