@@ -76,8 +76,11 @@ class StreamBatchScheduler:
             )
             for own in self._stages_for(guidance)
         ]
-        played = replace(spec, guidance_scale=1.0) if guidance == "replicas" else spec
-        found: Forecast = simulate(played, stages)
+        found: Forecast = simulate(
+            _of_one_pipeline(spec, guidance),
+            stages,
+            lambda tick, starts: self.schedule_micro_step(tick, spec, starts, guidance),
+        )
         frames = spec.frames_per_chunk * self.frames_per_latent
         return StreamChoice(
             spec, guidance, found.chunks_per_second * frames, found.latency, found.first_chunk, found.busy
@@ -142,9 +145,18 @@ class StreamBatchScheduler:
             )
         return max(good, key=lambda own: (own.spec.num_levels, own.spec.streams, -own.latency, own.fps))
 
-    def schedule_micro_step(self, tick: int, spec: StreamSpec, starts: Iterable[Start]) -> list[Row]:
-        """The rows of a tick on these stages, as `schedule.rows` gives them."""
-        return rows(tick, len(self.stages), spec, starts)
+    def schedule_micro_step(
+        self, tick: int, spec: StreamSpec, starts: Iterable[Start], guidance: str | None = None
+    ) -> list[Row]:
+        """The rows that go into a pipeline at a tick; what `forecast` plays, and what a stream runs.
+
+        Args:
+            tick: number of the tick.
+            spec: of the streams.
+            starts: of the chunks in flight.
+            guidance: how the ranks are laid out, as in `forecast`: with `"replicas"` the rows of one branch.
+        """
+        return rows(tick, len(self._stages_for(guidance)), _of_one_pipeline(spec, guidance), starts)
 
     def ways_of_guidance(self, spec: StreamSpec) -> list[str | None]:
         """How the branches of a spec can run on these ranks; None where there is one branch only."""
@@ -160,6 +172,11 @@ class StreamBatchScheduler:
             return [part for own in stages for part in _parts(own, self.replicas // pipelines)]
         together = pipelines // self.replicas
         return [_together(stages[first : first + together]) for first in range(0, len(stages), together)]
+
+
+def _of_one_pipeline(spec: StreamSpec, guidance: str | None) -> StreamSpec:
+    """What each pipeline runs: with one for each branch of guidance, rows of one branch."""
+    return replace(spec, guidance_scale=1.0) if guidance == "replicas" else spec
 
 
 def _parts(cost: StageCost, count: int) -> list[StageCost]:

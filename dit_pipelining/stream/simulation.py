@@ -1,6 +1,6 @@
 """How fast a stream runs on stages of known cost: the schedule's own rows, played through with times."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dit_pipelining.errors import ConfigError
@@ -9,6 +9,9 @@ from dit_pipelining.stream.spec import StreamSpec
 
 CHUNKS = 24
 """Chunks of each stream that are played through, besides those that fill the pipeline."""
+
+Schedule = Callable[[int, Sequence[Start]], list[Row]]
+"""The rows of a tick, from its number and the starts of the chunks in flight."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,19 @@ def fit_cost(samples: Sequence[tuple[int, float]]) -> StageCost:
     return StageCost(mean_seconds - slope * mean_rows, slope)
 
 
-def simulate(spec: StreamSpec, stages: Sequence[StageCost]) -> Forecast:
+def simulate(spec: StreamSpec, stages: Sequence[StageCost], schedule: Schedule | None = None) -> Forecast:
     """Play a steady flow through the stages.
 
     Stage r starts tick m when it is done with tick m - 1 and the stage before is done with tick m; the first stage also
     waits for what the last one sends back.
+
+    Args:
+        spec: of the streams.
+        stages: what a tick costs on each.
+        schedule: the rows of each tick; default: `schedule.rows` on these stages, as the executor runs them.
     """
     num_stages = len(stages)
+    rows_of = schedule or (lambda tick, starts: rows(tick, num_stages, spec, starts))
     edge = spec.passes * num_stages  # chunks that fill the pipeline, and as many that empty it
     starts = list(steady_starts(num_stages, spec, CHUNKS + 2 * edge))
     ends = {start: last_tick(start, num_stages, spec) for start in starts}
@@ -92,7 +101,7 @@ def simulate(spec: StreamSpec, stages: Sequence[StageCost]) -> Forecast:
     worked = [0.0] * num_stages
     for tick in range(final + 1):
         alive = [start for start, end in ends.items() if start.tick <= tick <= end]
-        step = rows(tick, num_stages, spec, alive)
+        step = rows_of(tick, alive)
         ready = done[-1].get(tick - num_stages, 0.0) if any(row.level for row in step) else 0.0
         for number, (stage, own) in enumerate(zip(stages, done, strict=True)):
             begin = max(ready, own.get(tick - 1, 0.0))

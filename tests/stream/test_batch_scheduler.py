@@ -1,9 +1,13 @@
 """The cost model plays the schedule through; the scheduler chooses by it, or says that it cannot."""
 
 import pytest
+import torch
 
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.stream.batch_scheduler import StreamBatchScheduler, fewer_levels
+from dit_pipelining.stream.head import StreamHead, StreamInput
+from dit_pipelining.stream.noise import NoiseSource
+from dit_pipelining.stream.schedule import Row, Start, steady_starts
 from dit_pipelining.stream.simulation import StageCost, fit_cost, simulate
 from dit_pipelining.stream.spec import StreamSpec
 
@@ -75,6 +79,38 @@ def test_the_cost_model_chooses_how_the_branches_of_guidance_run() -> None:
     # With a VAE as slow as this, a rank that decodes and runs all blocks of a branch is what everything waits for.
     decoding = StreamBatchScheduler([StageCost(0.02, 0.01), StageCost(0.0, 0.0, per_finish=0.06)], guided)
     assert decoding.compute_optimal_config(60.0).guidance == "rows"
+
+
+@pytest.mark.parametrize("policy", ["level", "clean"])
+def test_a_stream_runs_the_rows_that_the_scheduler_schedules(policy: str) -> None:
+    spec = StreamSpec(levels=(1.0, 0.6), policy=policy, streams=2, guidance_scale=2.0)
+    scheduler = StreamBatchScheduler([StageCost(0.1, 0.05)] * 3, spec)
+    noise = NoiseSource(0, (1, 1, 1, 1, 1), torch.float32, torch.device("cpu"))
+    head = StreamHead(spec, 3, noise, [iter([StreamInput()] * 4) for _ in range(2)])
+    run: dict[int, list[Row]] = {}
+    while not head.finished:
+        step = head.next_tick().step
+        if step is not None:
+            run[step.tick] = list(step.rows)
+    starts = list(steady_starts(3, spec, 4))
+    scheduled = {tick: scheduler.schedule_micro_step(tick, spec, starts) for tick in range(max(run) + 1)}
+    assert run == {tick: found for tick, found in scheduled.items() if found}
+
+
+def test_a_pipeline_for_each_branch_schedules_rows_of_one_branch() -> None:
+    spec = StreamSpec(levels=(1.0, 0.6), guidance_scale=2.0)
+    scheduler = StreamBatchScheduler([StageCost(0.1, 0.05)] * 4, spec)
+    starts = [Start(0, 0, 0)]
+    assert scheduler.schedule_micro_step(4, spec, starts, "rows") == [Row(0, 0, 1, 0), Row(1, 0, 1, 0)]
+    assert scheduler.schedule_micro_step(2, spec, starts, "replicas") == [Row(0, 0, 1, 0)]  # two stages in each
+
+
+def test_a_forecast_plays_what_is_scheduled(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = StreamBatchScheduler([StageCost(0.0, 0.1)], SPEC)
+    fps = scheduler.forecast(SPEC).fps
+    schedule = StreamBatchScheduler.schedule_micro_step
+    monkeypatch.setattr(StreamBatchScheduler, "schedule_micro_step", lambda *given: 2 * schedule(*given))
+    assert scheduler.forecast(SPEC).fps == pytest.approx(fps / 2)
 
 
 def test_no_choice_says_what_comes_nearest() -> None:
