@@ -1,6 +1,7 @@
 """What a model, a spec and a picture's size must be for a stream; asked before anything is made."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,17 @@ def check_span(model: Any, spec: StreamSpec) -> None:
             f"sinks={spec.sinks}, window={spec.window} and frames_per_chunk={spec.frames_per_chunk} span {span} latent "
             f"frames; the model knows distances up to {table}."
         )
+
+
+def warn_of_idle_stages(spec: StreamSpec, num_stages: int) -> None:
+    """Say so where stages will wait for each other: a stream that sees finished chunks has one pass in flight at a time."""
+    if spec.policy == "level" or spec.streams >= num_stages:
+        return
+    warnings.warn(
+        f"policy={spec.policy!r}: a chunk starts when the one before is finished, so {spec.streams} of {num_stages} stages "
+        f'work at a time. Use streams={num_stages} or more, or policy="level", with which one stream fills them.',
+        stacklevel=3,
+    )
 
 
 def check_rate(adaptive_fps: float) -> None:

@@ -15,7 +15,7 @@ from dit_pipelining.errors import ConfigError, InputError
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.runtime.attach import EXECUTOR, rolling_of
 from dit_pipelining.runtime.owned import on_this_rank
-from dit_pipelining.stream.checks import check_model, check_rate, check_span, latent_shape
+from dit_pipelining.stream.checks import check_model, check_rate, check_span, latent_shape, warn_of_idle_stages
 from dit_pipelining.stream.executor import run_in_one_process
 from dit_pipelining.stream.head import Pending, Source, StreamInput, endless
 from dit_pipelining.stream.joining import join_ranks
@@ -70,6 +70,7 @@ class VideoStream:
             it can (levels.py). None: the levels stay.
 
     Attributes:
+        is_input: whether this rank looks at the sources: that of the first stage.
         is_output: whether this rank yields the frames: that of the last stage.
 
     Raises:
@@ -132,6 +133,9 @@ class VideoStream:
             for index in own_stages
         ]
         is_first = self.rolling is None or self.rolling.mesh.replica == 0
+        self.is_input = is_first and self.stage_index == 0
+        if self.is_input:  # once for all ranks
+            warn_of_idle_stages(spec, num_stages)
         self.is_output = is_first and (self.stage_index == num_stages - 1 or self.rolling is None)
         self._rank: StreamRank | None = None
         if self.rolling is not None and self.rolling.mesh.size > 1:

@@ -1,5 +1,7 @@
 """A pipeline as a stream: the frames are those that the whole clip's decode gives, over ranks too."""
 
+import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from dit_pipelining.api import ParallelConfig, load_pipeline, open_stream
 from dit_pipelining.errors import ConfigError, InputError
 from dit_pipelining.stream import rank as rank_module
+from dit_pipelining.stream.checks import warn_of_idle_stages
 from dit_pipelining.stream.head import Source, StreamInput
 from dit_pipelining.stream.levels import PATIENCE
 from dit_pipelining.stream.motion import MotionNoise
@@ -32,6 +35,11 @@ STREAMING: dict[str, Any] = dict(timeout_seconds=60, component_ranks={"vae": "al
 @pytest.fixture(scope="module")
 def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.wan(tmp_path_factory.mktemp("stream") / "wan", num_layers=3)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.wan(tmp_path_factory.mktemp("stream") / "deep", num_layers=6)
 
 
 def video() -> torch.Tensor:
@@ -136,6 +144,30 @@ def test_blocks_that_move_in_mid_stream_change_no_bit(ranks: RankPool, wan: Path
     assert first + second == CHUNKS * SPEC.num_levels * 3  # each row crosses each of the three blocks once
 
 
+def balanced_by_itself(folder: Path) -> tuple[list[torch.Tensor], list[tuple[int, ...]]]:
+    """A stream whose second rank is slow, and the blocks per stage each time that they are asked for."""
+    pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=2, rebalance=True, **STREAMING))
+    stream = open_stream(pipeline, SPEC, prompt="a red cat", batched=False, **SIZE)
+    if stream.stage_index == 1:
+        for block in pipeline.transformer.blocks:
+            block.register_forward_pre_hook(lambda *_: time.sleep(0.03))
+    counts, frames = [stream.stages[0].split.partition.counts], []
+    with mock.patch.object(rank_module, "REBALANCE_TICKS", 4):
+        for chunk in stream.run(noise(12)):
+            frames.append(chunk.frames)
+    return frames, [*counts, stream.stages[0].split.partition.counts]
+
+
+def test_a_slow_rank_gives_blocks_away_in_mid_stream(ranks: RankPool, deep: Path) -> None:
+    (_, first), (frames, second) = ranks.run(2, balanced_by_itself, deep)
+    assert first == second
+    before, after = first
+    assert after[1] < before[1]
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(deep)
+    alone = open_stream(pipeline, SPEC, prompt="a red cat", batched=False, **SIZE).run(noise(12))
+    assert all(torch.equal(one, other.frames) for one, other in zip(frames, alone, strict=True))
+
+
 def adapted(folder: Path, stages: int, fps: float) -> tuple[int, tuple[float, ...]]:
     """Chunks that come out of a stream that shall reach a frame rate, and its levels at the end."""
     pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=stages, **STREAMING))
@@ -150,21 +182,32 @@ def test_a_stream_that_misses_its_deadlines_gives_up_levels_on_all_ranks(ranks: 
         adapted(wan, 1, 0)
 
 
-def test_frames_are_those_of_the_whole_clip(wan: Path) -> None:
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(wan)
-    stream = open_stream(pipeline, SPEC, prompt="a red cat", **SIZE)
-    latents = torch.cat([chunk.latents for chunk in stream.run_latents(noise(CHUNKS))], dim=2)
-    again = open_stream(pipeline, SPEC, prompt="a red cat", **SIZE)
-    frames = torch.cat([chunk.frames for chunk in again.run(noise(CHUNKS))])
-    with torch.no_grad():
-        clip = pipeline.vae.decode(latents).sample
-    assert torch.equal(
-        frames, pipeline.video_processor.postprocess_video(clip, output_type="pt")[0].permute(0, 2, 3, 1)
-    )
+@pytest.mark.parametrize("prompts", [["a red cat"], ["a red cat", "a blue dog"]], ids=["one stream", "two streams"])
+def test_frames_are_those_of_the_whole_clip(wan: Path, prompts: list[str]) -> None:
+    pipeline, spec = diffusers.DiffusionPipeline.from_pretrained(wan), replace(SPEC, streams=len(prompts))
+    found = list(open_stream(pipeline, spec, prompt=prompts, **SIZE).run_latents(noise(CHUNKS, len(prompts))))
+    shown = list(open_stream(pipeline, spec, prompt=prompts, **SIZE).run(noise(CHUNKS, len(prompts))))
+    for stream in range(len(prompts)):
+        latents = torch.cat([chunk.latents for chunk in found if chunk.stream == stream], dim=2)
+        frames = torch.cat([chunk.frames for chunk in shown if chunk.stream == stream])
+        with torch.no_grad():
+            clip = pipeline.vae.decode(latents).sample
+        assert torch.equal(
+            frames, pipeline.video_processor.postprocess_video(clip, output_type="pt")[0].permute(0, 2, 3, 1)
+        )
 
 
-def noise(chunks: int) -> list[Source]:
-    return [iter([StreamInput()] * chunks)]
+def test_stages_that_a_policy_leaves_idle_are_spoken_of() -> None:
+    with pytest.warns(UserWarning, match=r"policy='clean': .* 1 of 3 stages work .* streams=3 or more"):
+        warn_of_idle_stages(replace(SPEC, policy="clean"), 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_idle_stages(replace(SPEC, policy="clean", streams=3), 3)
+        warn_of_idle_stages(SPEC, 3)
+
+
+def noise(chunks: int, streams: int = 1) -> list[Source]:
+    return [iter([StreamInput()] * chunks) for _ in range(streams)]
 
 
 @pytest.mark.parametrize(
