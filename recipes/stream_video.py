@@ -30,6 +30,7 @@ from stream_display import StreamDisplay
 from stream_files import FrameWriter, camera_frames, video_frames
 
 from dit_pipelining.api import StreamSpec, VideoStream, open_stream
+from dit_pipelining.config_checks import check_positive
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.runtime.report import print_split
 from dit_pipelining.stream.batch_scheduler import describe, fewer_levels
@@ -56,26 +57,34 @@ def main() -> None:
     check_video(args.video)
     parts = {"transformer": WanTransformer3DModel.from_pretrained(args.transformer)} if args.transformer else {}
     # The first rank encodes a video, the last one decodes the result.
-    more = {} if args.video is None and args.camera is None else {"component_ranks": {"vae": "all"}}
+    more = {"component_ranks": {"vae": "all"}} if changes_video(args) else {}
     config = parallel_config(args, more)
     if config.cfg_parallel_size > 1 and config.component_ranks is None:  # the frames come from the first pipeline
         config = replace(config, component_ranks={"vae": config.pipeline_parallel_size - 1})
     pipeline = load_with(args, config, **parts)
     stream = open_stream(pipeline, spec, **sizes(args))
-    if goals.target_fps is not None or goals.max_ttff_ms is not None:
+    if goals.adaptive_steps or args.target_fps is not None:
         first = None if goals.max_ttff_ms is None else goals.max_ttff_ms / 1e3
-        choice = tune(stream, goals.target_fps or 0.0, args.max_latency, first)
+        choice = tune(
+            stream,
+            goals.target_fps or 0.0,
+            args.max_latency,
+            first,
+            frames_per_chunk=args.frames_per_chunk,
+            encodes=changes_video(args),
+        )
         if stream.is_output:
             print(f"chosen: {describe(choice)} expected")
             if choice.faster_guidance is not None:
                 print(LAYOUTS[choice.faster_guidance])
         adaptive = goals.target_fps if goals.adaptive_steps else None
-        stream = open_stream(pipeline, choice.spec, **sizes(args), adaptive_fps=adaptive)
+        spec = choice.spec
+        stream = open_stream(pipeline, spec, **sizes(args), adaptive_fps=adaptive)
     embedded = {chunk: stream.embed(prompt) for chunk, prompt in changes.items()}
-    source = with_prompts(limited(source_of(args, stream), chunks_of(args)), embedded)
+    source = with_prompts(limited(source_of(args, stream), chunks_of(args, spec)), embedded)
     if stream.is_output:
         print_split(pipeline)
-        show(stream, source, args)
+        show(stream, source, args, goals)
     else:
         for _ in stream.run([source]):
             pass
@@ -95,7 +104,13 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--num-frames", type=int, help="where to stop; default: 81, with a video its end")
     parser.add_argument("--fps", type=float, default=16, help="at which the video is shown: the deadline of each frame")
     parser.add_argument("--levels", default="1,0.9375,0.8333,0.625", help="noise levels, falling")
-    parser.add_argument("--frames-per-chunk", type=int, default=1, help="latent frames; each is four frames of video")
+    parser.add_argument(
+        "--frames-per-chunk",
+        type=int,
+        nargs="+",
+        default=[1],
+        help="latent frames; each is four frames of video. Several: chosen by measuring, with --target-fps",
+    )
     parser.add_argument("--window", type=int, help="latent frames that a chunk sees before its own; default: 6 chunks")
     parser.add_argument("--sinks", type=int, default=0, help="latent frames of the beginning that every chunk sees")
     parser.add_argument("--policy", choices=POLICIES, default="level", help="whose keys and values a chunk sees")
@@ -115,11 +130,15 @@ def flags() -> argparse.ArgumentParser:
 def goals_of(args: argparse.Namespace) -> StreamGoals:
     """What the flags say, else the environment and the file of --config."""
     goals = load_goals(args.config)
-    if args.adaptive_steps and args.target_fps is None:
-        raise ConfigError("--adaptive-steps needs --target-fps: something to adapt to.")
     if args.target_fps is not None:
-        return replace(goals, target_fps=args.target_fps, adaptive_steps=args.adaptive_steps or goals.adaptive_steps)
-    return goals if goals.adaptive_steps else replace(goals, target_fps=None, max_ttff_ms=None)
+        goals = replace(goals, target_fps=args.target_fps)
+    if args.adaptive_steps:
+        if goals.target_fps is None:
+            raise ConfigError("--adaptive-steps needs --target-fps: something to adapt to.")
+        goals = replace(goals, adaptive_steps=True)
+    if len(args.frames_per_chunk) > 1 and args.target_fps is None and not goals.adaptive_steps:
+        raise ConfigError("--frames-per-chunk: several are a choice for --target-fps; give one.")
+    return goals
 
 
 def spec_of(args: argparse.Namespace, goals: StreamGoals) -> StreamSpec:
@@ -130,11 +149,19 @@ def spec_of(args: argparse.Namespace, goals: StreamGoals) -> StreamSpec:
             f"--levels {args.levels}: expected numbers with commas between, such as 1,0.75,0.5."
         ) from None
     if goals.stream_batch_steps is not None:
-        levels = fewer_levels(levels, min(goals.stream_batch_steps, len(levels)))
+        if goals.stream_batch_steps > len(levels):
+            raise ConfigError(
+                f"stream_batch_steps={goals.stream_batch_steps}: name as many noise levels with --levels; {args.levels} are "
+                f"{len(levels)}."
+            )
+        levels = fewer_levels(levels, goals.stream_batch_steps)
+    for frames in args.frames_per_chunk:
+        check_positive("--frames-per-chunk", frames)
+    frames = args.frames_per_chunk[0]
     return StreamSpec(
         levels=levels,
-        frames_per_chunk=args.frames_per_chunk,
-        window=6 * args.frames_per_chunk if args.window is None else args.window,
+        frames_per_chunk=frames,
+        window=6 * frames if args.window is None else args.window,
         sinks=args.sinks,
         policy=args.policy,
         guidance_scale=1.0 if args.guidance_scale is None else args.guidance_scale,
@@ -164,8 +191,13 @@ def check_video(path: Path | None) -> None:
         raise ConfigError(f"--video {path}: there is no such file.")
 
 
+def changes_video(args: argparse.Namespace) -> bool:
+    """Whether frames are given, which have to be encoded."""
+    return args.video is not None or args.camera is not None
+
+
 def source_of(args: argparse.Namespace, stream: VideoStream) -> Source:
-    if args.video is None and args.camera is None:
+    if not changes_video(args):
         return iter(lambda: StreamInput(noise_scale=args.noise_scale), None)
     frames = (
         camera_frames(args.camera, args.height, args.width)
@@ -175,17 +207,17 @@ def source_of(args: argparse.Namespace, stream: VideoStream) -> Source:
     return stream.from_video(frames, MotionNoise() if args.motion else None, args.noise_scale)
 
 
-def chunks_of(args: argparse.Namespace) -> int | None:
+def chunks_of(args: argparse.Namespace, spec: StreamSpec) -> int | None:
     """How many chunks give the number of frames asked for; the first latent stands for one frame."""
     frames = args.num_frames
     if frames is None:
-        if args.video is not None or args.camera is not None:
+        if changes_video(args):
             return None
         frames = 81
     if frames < 1:
         raise ConfigError(f"--num-frames {frames}: expected at least 1.")
     latents = 1 + -(-(frames - 1) // FRAMES_PER_LATENT)
-    return -(-latents // args.frames_per_chunk)
+    return -(-latents // spec.frames_per_chunk)
 
 
 def limited(source: Source, chunks: int | None) -> Source:
@@ -211,7 +243,7 @@ def with_prompts(source: Source, changes: dict[int, torch.Tensor]) -> Source:
         chunk += 1
 
 
-def show(stream: VideoStream, source: Source, args: argparse.Namespace) -> None:
+def show(stream: VideoStream, source: Source, args: argparse.Namespace, goals: StreamGoals) -> None:
     """On the output rank: write what comes, and show how it goes."""
     writer = FrameWriter(args.output, args.fps)
     consumer = Consumer(writer.write, args.queue, args.drop)
@@ -222,6 +254,8 @@ def show(stream: VideoStream, source: Source, args: argparse.Namespace) -> None:
             display.update(metrics.read(), stream.loads(), consumer.dropped, len(stream.levels))
     consumer.close()
     writer.close()
+    for missed in goals.missed(metrics.read()):
+        print(missed)
     print(f"\nvideo: {args.output}")
 
 

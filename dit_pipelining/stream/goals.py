@@ -9,6 +9,7 @@ from typing import Any
 
 from dit_pipelining.config_sources import stream_settings
 from dit_pipelining.errors import ConfigError
+from dit_pipelining.stream.metrics import Reading
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,17 @@ class StreamGoals:
     target_fps: float | None = None
     max_ttff_ms: float | None = None
     adaptive_steps: bool = False
+
+    def missed(self, reading: Reading) -> list[str]:
+        """The goals that a stream did not reach, in words."""
+        found = []
+        if self.target_fps is not None and reading.fps < self.target_fps:
+            found.append(f"slo.target_fps={self.target_fps:g} was missed: {reading.fps:.2f} frames/s came")
+        first = None if reading.first_frame is None else reading.first_frame * 1e3
+        if self.max_ttff_ms is not None and (first is None or first > self.max_ttff_ms):
+            after = "none came" if first is None else f"it came after {first:.0f} ms"
+            found.append(f"slo.max_ttff_ms={self.max_ttff_ms:g} was missed by the first frame: {after}")
+        return found
 
 
 def load_goals(path: str | Path | None = None, *, environment: Mapping[str, str] = os.environ) -> StreamGoals:

@@ -8,6 +8,7 @@ from dit_pipelining.config import ParallelConfig
 from dit_pipelining.config_sources import load_config
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.stream.goals import StreamGoals, load_goals
+from dit_pipelining.stream.metrics import Reading
 
 PROPOSED = """
 diffusion:
@@ -61,6 +62,19 @@ def test_the_environment_beats_the_file(tmp_path: Path) -> None:
 def test_goals_that_cannot_be_used_are_said(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_goals(written(tmp_path, text), environment={})
+
+
+def test_goals_that_were_missed_are_said() -> None:
+    goals = StreamGoals(target_fps=16, max_ttff_ms=1500)
+    assert goals.missed(Reading(frames=40, fps=16.5, first_frame=1.4, latency=0.9, misses=0)) == []
+    slow = Reading(frames=40, fps=12.25, first_frame=2.0, latency=0.9, misses=3)
+    assert goals.missed(slow) == [
+        "slo.target_fps=16 was missed: 12.25 frames/s came",
+        "slo.max_ttff_ms=1500 was missed by the first frame: it came after 2000 ms",
+    ]
+    assert StreamGoals().missed(slow) == []
+    nothing = Reading(frames=0, fps=0.0, first_frame=None, latency=0.0, misses=0)
+    assert goals.missed(nothing)[1].endswith("none came")
 
 
 def test_a_variable_is_named_in_its_error() -> None:
