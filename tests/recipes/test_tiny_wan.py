@@ -22,7 +22,8 @@ from train_causal_tiny_wan import main as train_causal
 from train_tiny_wan import main as train
 from transformers import AutoTokenizer
 
-from dit_pipelining.api import ParallelConfig, load_pipeline
+from dit_pipelining.api import ParallelConfig, StreamSpec, load_pipeline, open_stream
+from dit_pipelining.stream.head import StreamInput
 from tests.distributed import RankPool
 
 CHECKPOINT = Path(__file__).parents[2] / "recipes" / "tiny_wan"
@@ -101,6 +102,23 @@ def test_video_shows_what_the_prompt_asks_for(pipe: WanPipeline) -> None:
     (seen,) = read_objects(video, 1)
     assert (seen.color, seen.shape, seen.motion) == ("purple", "square", "right")
     assert read_background(video) == "sand"
+
+
+def test_the_causal_transformer_streams_what_each_prompt_asks_for() -> None:
+    causal = WanTransformer3DModel.from_pretrained(CHECKPOINT.with_name("tiny_wan_causal"))
+    pipe = WanPipeline.from_pretrained(CHECKPOINT, transformer=causal)
+    spec = StreamSpec(levels=(1.0, 0.9, 0.75, 0.5), window=6, streams=2)
+    prompts = ["a red circle moves right on a black background", "a purple square moves right on a sand background"]
+    stream = open_stream(pipe, spec, height=HEIGHT, width=WIDTH, prompt=prompts)
+    chunks = 1 + (NUM_FRAMES - 1) // 4
+    shown = list(stream.run([iter([StreamInput()] * chunks) for _ in prompts]))
+    seen = []
+    for number in range(2):
+        video = torch.cat([chunk.frames for chunk in shown if chunk.stream == number]).cpu().numpy()
+        assert len(video) == NUM_FRAMES
+        (own,) = read_objects(video[5:], 1)  # the first chunks are often empty
+        seen.append((own.color, own.shape, own.motion, read_background(video[5:])))
+    assert seen == [("red", "circle", "right", "black"), ("purple", "square", "right", "sand")]
 
 
 def test_tokenizer_knows_every_word_of_the_world_and_marks_others_unknown() -> None:
