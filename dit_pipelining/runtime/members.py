@@ -12,6 +12,7 @@ from dit_pipelining.config import ParallelConfig
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.runtime.step_states import begin_states, branch_named, check_can_keep
 from dit_pipelining.weights.given import stand_ins
+from dit_pipelining.weights.quantised import is_quantised
 
 REFUSED = {
     "enable_parallelism": "it is split by stages already. Choose the degrees in ParallelConfig",
@@ -53,6 +54,8 @@ def members(
         }
     if "enable_layerwise_casting" in found:
         found["enable_layerwise_casting"] = _caster(found["enable_layerwise_casting"], config_of)
+    if "fuse_lora" in found:
+        found["fuse_lora"] = _into_plain_weights(cls, found["fuse_lora"])
     for name in CHANGE_WEIGHTS:
         if name in found:
             found[name] = _of_whole_weights(cls, name, found[name], holds_parts)
@@ -118,6 +121,20 @@ def _of_whole_weights(
                 f"{name} works on whole weights, but ranks hold parts of those of {cls.__name__} (tensor_parallel_size or "
                 "use_hsdp). Load the transformer with from_pretrained, use fuse_lora, and then `parallelize`; or give the "
                 "ranks to pipeline_parallel_size."
+            )
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+def _into_plain_weights(cls: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_quantised(self):
+            raise ConfigError(
+                f"fuse_lora adds adapters to the weights of {cls.__name__}, which are quantised, and a rank has those of its "
+                "own layers only. Leave the adapters unfused, which gives their full effect; or fuse them into the "
+                "transformer before it is quantised."
             )
         return method(self, *args, **kwargs)
 

@@ -69,10 +69,18 @@ def release_weights(model: nn.Module, kept: Iterable[str]) -> None:
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if name not in names and parameter.device.type != "meta":
             owner, key = owner_and_key(model, name)
-            blank = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-            owner._parameters[key] = nn.Parameter(blank, requires_grad=parameter.requires_grad)
+            owner._parameters[key] = _without_data(parameter)
             if hasattr(owner, "init_8bit_state"):  # bitsandbytes' layers keep what they have quantised here, too
                 vars(owner.state).update(CB=None, SCB=None)
+
+
+def _without_data(parameter: nn.Parameter) -> nn.Parameter:
+    if hasattr(parameter, "quant_shape") or hasattr(parameter, "quant_state"):
+        # GGUF's and bitsandbytes' 4 bit are packed: which shape their layer has, an adapter for it asks them.
+        packed: nn.Parameter = parameter.to("meta")  # type: ignore[assignment]
+        return packed
+    blank = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+    return nn.Parameter(blank, requires_grad=parameter.requires_grad)
 
 
 def check_tensors(

@@ -218,6 +218,11 @@ def empty_quantised(
     return model.eval(), quantised
 
 
+def is_quantised(model: nn.Module) -> bool:
+    """Whether a model has quantised weights, on this rank or on another one that has layers of it."""
+    return getattr(model, "hf_quantizer", None) is not None or any(map(is_quantised_linear, model.modules()))
+
+
 def refuse_cutting_quantised(models: Mapping[str, nn.Module], asked: Iterable[str]) -> None:
     """Refuse what quantised weights cannot take part in.
 
@@ -230,7 +235,7 @@ def refuse_cutting_quantised(models: Mapping[str, nn.Module], asked: Iterable[st
     """
     for option in asked:
         for name, model in models.items():
-            if any(map(is_quantised_linear, model.modules())) or getattr(model, "hf_quantizer", None) is not None:
+            if is_quantised(model):
                 raise ConfigError(
                     f"{option}: the weights of {name!r} ({type(model).__name__}) are quantised; these tensors can be neither "
                     f"cut nor sent to other ranks. Leave {option} out, or load {name!r} unquantised."

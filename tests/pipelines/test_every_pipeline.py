@@ -41,6 +41,9 @@ NAMED = (
 
 QUICK = ("pp2-cfg2",)
 
+WITH_STAGES_ALONE = ("FluxControlNetPipeline",)
+"""What people add to a pipeline, run by `make test` without replicas too."""
+
 LAYOUTS = ("pp2", "pp3", "cfg2", "pp2-cfg2")
 
 WITH_REQUESTS = (
@@ -63,10 +66,14 @@ def expected(ranks: RankPool) -> dict[str, list[torch.Tensor]]:
     return {}
 
 
+def is_quick(name: str, layout: str) -> bool:
+    return (name in NAMED and layout in QUICK) or (name in WITH_STAGES_ALONE and layout == "pp2")
+
+
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        pytest.param(name, layout, marks=() if name in NAMED and layout in QUICK else pytest.mark.full)
+        pytest.param(name, layout, marks=() if is_quick(name, layout) else pytest.mark.full)
         for name in CASES
         for layout in LAYOUTS
     ],

@@ -13,7 +13,7 @@ from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 
 from dit_pipelining.api import ParallelConfig, load_pipeline, parallelize
-from tests import checkpoints
+from tests import adapters, checkpoints
 from tests.distributed import RankPool
 
 CALL = dict(prompt="a red cat", height=16, width=16, num_frames=5, max_sequence_length=16, num_inference_steps=2)
@@ -27,15 +27,7 @@ def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def lora(wan: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter on linears of the blocks and of the glue."""
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(wan)
-    torch.manual_seed(3)
-    pipeline.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "linear_1"]))
-    for name, parameter in pipeline.transformer.named_parameters():
-        if "lora" in name:
-            parameter.data.normal_(std=0.3)
-    folder = tmp_path_factory.mktemp("adapter")
-    pipeline.save_lora_weights(folder, transformer_lora_layers=get_peft_model_state_dict(pipeline.transformer))
-    return folder
+    return adapters.lora(tmp_path_factory.mktemp("adapter"), wan, ["to_q", "linear_1"], seed=3)
 
 
 def generate(pipeline: Any, **changes: Any) -> torch.Tensor:
@@ -85,19 +77,8 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def flux_loras(flux: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """One on attention and on glue before and after the blocks, one on both kinds of blocks."""
-    folders = []
-    for index, targets in enumerate((["to_q", "x_embedder", "^proj_out"], ["ff.net.2", "proj_mlp", "to_v"])):
-        pipeline = diffusers.DiffusionPipeline.from_pretrained(flux)
-        torch.manual_seed(index)
-        pattern = "|".join(f"(.*\\.)?{target}$" if target[0] != "^" else f"{target[1:]}$" for target in targets)
-        pipeline.transformer.add_adapter(LoraConfig(r=2, target_modules=pattern))
-        for name, parameter in pipeline.transformer.named_parameters():
-            if "lora" in name:
-                parameter.data.normal_(std=0.3)
-        folders.append(tmp_path_factory.mktemp("adapter"))
-        pipeline.save_lora_weights(folders[-1], get_peft_model_state_dict(pipeline.transformer))
-    return folders
+    targets = enumerate(adapters.FLUX_TARGETS)
+    return [adapters.lora(tmp_path_factory.mktemp("adapter"), flux, own, seed) for seed, own in targets]
 
 
 def paint(pipeline: Any, **changes: Any) -> torch.Tensor:
@@ -120,6 +101,9 @@ def through_all_a_user_does(
     pipeline.load_lora_weights(loras[0], adapter_name="style")
     for scale in (0.0, 0.5, 1.0):
         seen[f"scale {scale}"] = paint(pipeline, joint_attention_kwargs={"scale": scale}, **options)
+    pipeline.unload_lora_weights()
+    seen["unloaded at once"] = paint(pipeline, **options)
+    pipeline.load_lora_weights(loras[0], adapter_name="style")
     pipeline.load_lora_weights(loras[1], adapter_name="subject")
     pipeline.set_adapters(["style", "subject"], [0.7, 0.3])
     seen["two adapters"] = paint(pipeline, **options)
@@ -151,6 +135,7 @@ def test_a_session_with_adapters_on_blocks_and_glue_of_flux(
     [expected] = ranks.run(1, through_all_a_user_does, flux, flux_loras, None, called_before)
     for one, other in (("scale 0.0", "scale 1.0"), ("scale 0.5", "scale 1.0"), ("two adapters", "scale 1.0")):
         assert not torch.equal(expected[one], expected[other])
+    assert torch.equal(expected["unloaded at once"], expected.get("before", expected["disabled"]))
     world_size = 4 if "cfg_parallel_size" in config else 2
     for results in ranks.run(world_size, through_all_a_user_does, flux, flux_loras, config, called_before):
         different = [name for name, image in expected.items() if not torch.equal(results[name], image)]
@@ -189,10 +174,8 @@ def encoder_lora(flux: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pipeline.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_k"]))
     with any_peft():
         pipeline.text_encoder.add_adapter(LoraConfig(r=2, target_modules=["q_proj", "out_proj", "fc1"]))
-    for model in (pipeline.transformer, pipeline.text_encoder):
-        for name, parameter in model.named_parameters():
-            if "lora" in name:
-                parameter.data.normal_(std=0.3)
+    adapters.randomise(pipeline.transformer)
+    adapters.randomise(pipeline.text_encoder)
     layers = [get_peft_model_state_dict(model) for model in (pipeline.transformer, pipeline.text_encoder)]
     folder = tmp_path_factory.mktemp("adapter")
     pipeline.save_lora_weights(folder, *layers)

@@ -24,6 +24,8 @@ CACHES = {
     ),
     "FasterCache": hooks.FasterCacheConfig(),
     "MagCache": hooks.MagCacheConfig(num_inference_steps=2, mag_ratios=[1.0, 1.0]),
+    "SeaCache": hooks.SeaCacheConfig(),
+    "TextKV": hooks.TextKVCacheConfig(),
 }
 
 
