@@ -12,7 +12,7 @@ from dit_pipelining.config import ParallelConfig
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.runtime.step_states import begin_states, branch_named, check_can_keep
 from dit_pipelining.weights.given import stand_ins
-from dit_pipelining.weights.quantised import is_quantised
+from dit_pipelining.weights.quantised import is_quantised, layers_without_weights_differ
 
 REFUSED = {
     "enable_parallelism": "it is split by stages already. Choose the degrees in ParallelConfig",
@@ -148,6 +148,12 @@ def _adapter_loader(cls: Any, awaits_weights: Callable[[nn.Module], bool]) -> Ca
     def load(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not awaits_weights(self):
             return original(self, *args, **kwargs)
+        if layers_without_weights_differ(self):
+            raise ConfigError(
+                f"{cls.__name__} is quantised by bitsandbytes, and an adapter for such a layer is made by what the layer has "
+                "of its weights, which are read at the pipeline's first call. Call the pipeline once before, or load it with "
+                "from_pretrained and split it with `parallelize`."
+            )
         with stand_ins(self):
             return original(self, *args, **kwargs)
 

@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,6 +16,20 @@ from partitioners.errors import counted
 
 MOST_NAMED = 20
 """How many tensors of a kind an error names; it counts them all."""
+
+
+@dataclass(frozen=True)
+class AbsentState:
+    """Of a weight in bitsandbytes' 4 bit that has no data here: only the shape of its layer, and nothing to be stored.
+
+    Attributes:
+        shape: (out features, in features).
+    """
+
+    shape: torch.Size
+
+    def as_dict(self, packed: bool = False) -> dict[str, torch.Tensor]:
+        return {}
 
 
 def name_without_adapter(name: str) -> str:
@@ -74,11 +90,17 @@ def release_weights(model: nn.Module, kept: Iterable[str]) -> None:
                 vars(owner.state).update(CB=None, SCB=None)
 
 
-def _without_data(parameter: nn.Parameter) -> nn.Parameter:
-    if hasattr(parameter, "quant_shape") or hasattr(parameter, "quant_state"):
-        # GGUF's and bitsandbytes' 4 bit are packed: which shape their layer has, an adapter for it asks them.
-        packed: nn.Parameter = parameter.to("meta")  # type: ignore[assignment]
-        return packed
+def _without_data(parameter: Any) -> nn.Parameter:
+    # Packed tensors say which shape their layer has, as an adapter for it asks: GGUF's by their class, bitsandbytes' in 4 bit
+    # by their state.
+    state = getattr(parameter, "quant_state", None)
+    if state is not None or hasattr(parameter, "quant_shape"):
+        if state is not None:
+            parameter.quant_state = None  # else what is dropped is written to
+        packed: Any = parameter.to("meta")
+        if state is not None:
+            packed.quant_state = AbsentState(state.shape)
+        return cast(nn.Parameter, packed)
     blank = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
     return nn.Parameter(blank, requires_grad=parameter.requires_grad)
 

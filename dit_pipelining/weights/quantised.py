@@ -25,6 +25,7 @@ from dit_pipelining.weights.checkpoint import Checkpoint
 from dit_pipelining.weights.empty import empty_model, loaded_dtype
 from dit_pipelining.weights.load import (
     MOST_NAMED,
+    AbsentState,
     move_to,
     name_without_adapter,
     tensor_names,
@@ -213,6 +214,10 @@ def empty_quantised(
     quantizer.preprocess_model(model=model, device_map=None, keep_in_fp32_modules=list(kept))
     for name, parameter in model.named_parameters():  # those of layers that have been exchanged
         parameter.data = parameter.data.to(loaded_dtype(model, name, parameter.dtype, dtype))
+    layers: Iterable[Any] = model.modules()
+    for layer in layers:
+        if hasattr(getattr(layer, "weight", None), "quant_state"):
+            layer.weight.quant_state = AbsentState(torch.Size((layer.out_features, layer.in_features)))
     model.hf_quantizer = quantizer
     model.register_to_config(_pre_quantization_dtype=dtype)  # type: ignore[operator]
     return model.eval(), quantised
@@ -221,6 +226,12 @@ def empty_quantised(
 def is_quantised(model: nn.Module) -> bool:
     """Whether a model has quantised weights, on this rank or on another one that has layers of it."""
     return getattr(model, "hf_quantizer", None) is not None or any(map(is_quantised_linear, model.modules()))
+
+
+def layers_without_weights_differ(model: nn.Module) -> bool:
+    """Whether peft takes the model's quantised layers for plain ones as long as their weights are not read."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    return quantizer is not None and quantizer.quantization_config.quant_method.value == "bitsandbytes"
 
 
 def refuse_cutting_quantised(models: Mapping[str, nn.Module], asked: Iterable[str]) -> None:

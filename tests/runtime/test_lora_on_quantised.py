@@ -1,12 +1,13 @@
 """LoRA weights beside quantised ones act as in one process; they cannot be added to them."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
 import pytest
 import torch
-from diffusers import GGUFQuantizationConfig, PipelineQuantizationConfig, TorchAoConfig
+from diffusers import BitsAndBytesConfig, GGUFQuantizationConfig, PipelineQuantizationConfig, TorchAoConfig
 
 from dit_pipelining.api import ParallelConfig, load_pipeline
 from dit_pipelining.errors import ConfigError
@@ -104,3 +105,20 @@ def test_adapters_beside_quantised_weights_act_as_in_one_process(
         assert all(
             "fuse_lora adds adapters to the weights of FluxTransformer2DModel" in str(own) for own in told.values()
         )
+
+
+def before_layers_of_bitsandbytes_have_weights(folder: Path, lora: Path) -> str:
+    """The library needs a GPU, so the model only says that its layers are of it."""
+    pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=2))
+    pipeline.transformer.hf_quantizer = SimpleNamespace(quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+    with pytest.raises(ConfigError) as error:
+        pipeline.load_lora_weights(lora)
+    return str(error.value)
+
+
+def test_adapters_for_layers_of_bitsandbytes_without_weights_are_refused(
+    ranks: RankPool, flux: Path, loras: list[Path]
+) -> None:
+    for told in ranks.run(2, before_layers_of_bitsandbytes_have_weights, flux, loras[0]):
+        assert "quantised by bitsandbytes" in told
+        assert "Call the pipeline once before" in told
