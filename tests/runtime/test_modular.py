@@ -107,9 +107,9 @@ def without_negative(name: str, **changes: Any) -> dict[str, Any]:
     return options
 
 
-def as_modular(folders: dict[str, Path], split: bool) -> dict[str, Any]:
+def as_modular(folders: dict[str, Path], layout: str | None) -> dict[str, Any]:
     """Latents, all that a pipeline has made, and pictures of each kind of pipeline; then several requests side by side."""
-    config = ParallelConfig(pipeline_parallel_size=2) if split else None
+    config = None if layout is None else ParallelConfig(**LAYOUTS[layout])
     seen: dict[str, Any] = {}
     for name, folder in folders.items():
         pipeline = load_pipeline(folder, config, pipeline_class=ModularPipeline)
@@ -125,11 +125,12 @@ def as_modular(folders: dict[str, Path], split: bool) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.parametrize("layout", ["pp2", pytest.param("pp2-cfg2", marks=pytest.mark.full)])
 def test_modular_pipelines_are_loaded_stage_by_stage_and_run_requests_side_by_side(
-    ranks: RankPool, folders: dict[str, Path]
+    ranks: RankPool, folders: dict[str, Path], layout: str
 ) -> None:
-    [expected] = ranks.run(1, as_modular, folders, False)
-    for results in ranks.run(2, as_modular, folders, True):
+    [expected] = ranks.run(1, as_modular, folders, None)
+    for results in ranks.run(4 if layout == "pp2-cfg2" else 2, as_modular, folders, layout):
         assert [name for name, value in expected.items() if not torch.equal(results[name], value)] == []
 
 
