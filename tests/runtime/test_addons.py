@@ -22,6 +22,9 @@ LAYOUTS = {"pp2": dict(pipeline_parallel_size=2), "pp2-cfg2": dict(pipeline_para
 def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = checkpoints.flux(tmp_path_factory.mktemp("addons") / "flux")
     checkpoints.write_gguf(folder)
+    changed(diffusers.FluxTransformer2DModel.from_pretrained(folder / "transformer")).save_pretrained(
+        folder / "transformer", variant="changed"
+    )
     return folder
 
 
@@ -44,6 +47,24 @@ def paint(pipeline: Any, **changes: Any) -> torch.Tensor:
         options["prompt"] = "a red cat"
     images: torch.Tensor = pipeline(generator=torch.Generator().manual_seed(7), **options | changes).images
     return images
+
+
+def changed(model: Any) -> Any:
+    """The model with other weights."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+    return model
+
+
+def with_own_parts(folder: Path, layout: str | None) -> dict[str, torch.Tensor]:
+    """A VAE that the caller has loaded, and a variant of the transformer's weights."""
+    plain = loaded(folder, layout)
+    seen = {"plain": paint(plain, output_type="pt")}
+    vae = changed(diffusers.AutoencoderKL.from_pretrained(folder / "vae"))
+    seen["own VAE"] = paint(loaded(folder, layout, vae=vae), output_type="pt")
+    seen["variant"] = paint(loaded(folder, layout, variant="changed"), output_type="pt")
+    return seen
 
 
 def with_single_files(folder: Path, layout: str | None) -> dict[str, torch.Tensor]:
@@ -205,6 +226,7 @@ SESSIONS = {
     "two pipelines": ("flux", with_a_second_pipeline),
     "attention backends": ("flux", with_attention_backends),
     "IP-Adapter": ("flux", with_an_ip_adapter),
+    "own parts": ("flux", with_own_parts),
     "IP-Adapter that moves": ("flux", with_an_ip_adapter_that_moves),
     "true guidance": ("flux", with_true_guidance),
     "skipped layers": ("sd3", with_skipped_layers),
@@ -221,6 +243,7 @@ def test_each_image_of_a_session_is_that_of_one_process(
     [expected] = ranks.run(1, session, folder, None)
     images = list(expected.values())
     assert any(not torch.equal(images[0], other) for other in images[1:])
+    assert name != "own parts" or not any(torch.equal(images[0], other) for other in images[1:])
     tolerance = CUT_BATCH if layout == "pp2-cfg2" and name == "skipped layers" else 0.0
     for results in ranks.run(4 if layout == "pp2-cfg2" else 2, session, folder, layout):
         for key, image in expected.items():
