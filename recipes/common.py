@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -126,12 +127,17 @@ def load_with(args: argparse.Namespace, config: ParallelConfig, **options: Any) 
 
 
 def run(recipe: Callable[[], None]) -> None:
-    """Run a recipe; what a user can mend, or what another rank failed by, is told by the first rank, without a traceback."""
+    """Run a recipe; what a user can mend, or what another rank failed by, is told by the first rank, without a traceback.
+
+    A ValueError is what diffusers' pipelines refuse arguments by; the line that raised it is told with it.
+    """
     try:
         recipe()
-    except (*USER_ERRORS, RemoteRankError) as error:
+    except (*USER_ERRORS, RemoteRankError, ValueError) as error:
+        known = isinstance(error, (*USER_ERRORS, RemoteRankError))
+        place = "" if known else " ({0.filename}:{0.lineno})".format(traceback.extract_tb(error.__traceback__)[-1])
         if launched_rank() == 0:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            print(f"{type(error).__name__}: {error}{place}", file=sys.stderr)
         _tell_torchrun(error)
         raise SystemExit(1) from None
     if dist.is_initialized():

@@ -44,7 +44,7 @@ def main() -> None:
     config = parallel_config(args)
     pipeline = load_with(args, config)
     check_arguments(pipeline, requests, args.prompts)
-    in_flight = 2 * config.line_size if args.max_in_flight is None else args.max_in_flight
+    in_flight = min(len(requests), 2 * config.line_size if args.max_in_flight is None else args.max_in_flight)
     with ThreadPoolExecutor(1) as writer:  # a video encoder must not hold up the next steps
 
         def write(index: int, output: Any) -> "Future[list[Path]] | None":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dit_pipelining.config_checks import check_positive
@@ -75,10 +75,17 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int, start_method: s
         results: dict[int, Any] = elastic_launch(config, function)(*args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        silent = str(failure.message).startswith("To enable traceback")  # it ended before it could say anything here
-        told = "it ended while it started, and printed why" if silent else failure.message
-        raise RemoteRankError(f"rank {rank} failed: {told}") from None
+        raise RemoteRankError(f"rank {rank} failed: {_told_by(failure)}") from None
     return [results[rank] for rank in range(nproc)]
+
+
+def _told_by(failure: ProcessFailure) -> str:
+    """What a rank raised, with its traceback."""
+    raised: Any = failure.message  # as `record` wrote it, or what torchrun says instead
+    if isinstance(raised, dict):
+        return f"{raised['message']}\n\n{raised['extraInfo']['py_callstack']}"
+    ended_early = str(raised).startswith("To enable traceback")  # before it could say anything here
+    return "it ended while it started, and printed why above" if ended_early else str(raised)
 
 
 def _check_that_processes_find(function: Callable[..., Any], args: tuple[Any, ...], *, in_no_file: bool) -> None:

@@ -33,7 +33,9 @@ def timeline_view(timeline: Timeline, width: int) -> Text:
     for request in range(min(load.requests, 8)):
         text.append("█", Style(color=colour(request))).append(f" request {request}  ")
     if load.calls_per_step > 1:
-        text.append(f"({' '.join(BRANCHES[: load.calls_per_step])} its calls)", style="dim")
+        text.append(f"({' '.join(BRANCHES[: load.calls_per_step])} its calls)  ", style="dim")
+    kinds = {span.kind for rank in range(load.num_ranks) for span in timeline.spans_of(rank)}
+    text.append("  ".join(f"{mark} {kind}" for kind, mark in COMPONENTS.items() if kind in kinds), style="dim")
     for rank in range(load.num_ranks):
         text.append(f"\n {'rank':>6} {rank:<3} ")
         text.append_text(_line(timeline.spans_of(rank), start, shown, columns))

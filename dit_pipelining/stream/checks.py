@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 from diffusers import WanTransformer3DModel
@@ -13,10 +12,21 @@ from dit_pipelining.stream.spec import StreamSpec
 
 
 def latent_shape(pipeline: Any, spec: StreamSpec, height: int, width: int) -> tuple[int, ...]:
-    factor = pipeline.vae_scale_factor_spatial
-    if height % factor or width % factor:
-        raise InputError(f"{width}x{height} pixels: the VAE needs multiples of {factor}.")
-    return (1, pipeline.transformer.config.in_channels, spec.frames_per_chunk, height // factor, width // factor)
+    """Of the latents of a chunk: (1, channels, frames, height, width).
+
+    Raises:
+        InputError: the VAE or the model's patches do not divide the pixels.
+    """
+    config, factor = pipeline.transformer.config, pipeline.vae_scale_factor_spatial
+    pixels = {"height": height, "width": width}
+    for (name, size), patch in zip(pixels.items(), config.patch_size[1:], strict=True):
+        step = factor * patch
+        if size % step:
+            nearest = max(step, round(size / step) * step)
+            raise InputError(
+                f"{name}={size}: the VAE and the model's patches need a multiple of {step}; use {nearest}."
+            )
+    return (1, config.in_channels, spec.frames_per_chunk, height // factor, width // factor)
 
 
 def check_span(model: Any, spec: StreamSpec) -> None:
@@ -55,8 +65,8 @@ def check_rate(adaptive_fps: float) -> None:
         raise ConfigError(f"adaptive_fps={adaptive_fps!r}: expected frames per second, above 0.")
 
 
-def check_model(model: nn.Module, spec: StreamSpec, shape: Sequence[int]) -> None:
-    """Check that a model can be made causal, and that chunks of this shape fit it.
+def check_model(model: nn.Module) -> None:
+    """Check that a model can be made causal.
 
     Raises:
         InputError: says what does not fit.
@@ -69,14 +79,8 @@ def check_model(model: nn.Module, spec: StreamSpec, shape: Sequence[int]) -> Non
     config: Any = model.config
     if config.added_kv_proj_dim is not None:
         raise InputError("this Wan takes image embeddings; streams are made from text and video only.")
-    _, channels, frames, height, width = shape
-    patch = config.patch_size
-    if channels != config.in_channels or config.in_channels != config.out_channels:
+    if config.in_channels != config.out_channels or config.patch_size[0] != 1:
         raise InputError(
-            f"chunks have {channels} channels, the model takes {config.in_channels} and gives {config.out_channels}."
-        )
-    if frames != spec.frames_per_chunk or patch[0] != 1 or height % patch[1] or width % patch[2]:
-        raise InputError(
-            f"a chunk of {frames}x{height}x{width} latents cannot be cut into patches of {'x'.join(map(str, patch))}; "
-            f"chunks have {spec.frames_per_chunk} frames."
+            f"this Wan takes {config.in_channels} channels in patches of {config.patch_size[0]} frames and gives "
+            f"{config.out_channels} channels; a stream needs as many on both sides, frame by frame."
         )

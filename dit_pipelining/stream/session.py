@@ -108,8 +108,8 @@ class VideoStream:
         prompts = [prompt] * spec.streams if isinstance(prompt, str) else list(prompt)
         if len(prompts) != spec.streams:
             raise InputError(f"{len(prompts)} prompts for {spec.streams} streams; give one, or one per stream.")
+        check_model(model)
         self.shape = latent_shape(pipeline, spec, height, width)
-        check_model(model, spec, self.shape)
         check_span(model, spec)
         self.device = self.rolling.device if self.rolling is not None else model.device
         embedded = [self.embed(own) for own in prompts]

@@ -118,6 +118,7 @@ def test_an_image_over_two_processes_is_that_of_one(tmp_path: Path) -> None:
     [
         (["--pipeline-parallel-size", "2"], "--nproc-per-node 2"),
         (["--model", "/nowhere/at-all"], "neither a folder nor a hub id"),
+        (["--height", "36"], "ValueError: `height` and `width` have to be divisible by 16 but are 36 and"),
     ],
 )
 def test_a_wrong_flag_ends_with_one_line(wan: Path, wrong: list[str], message: str) -> None:

@@ -213,8 +213,8 @@ def noise(chunks: int, streams: int = 1) -> list[Source]:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (dict(height=60), "multiples of 8"),
-        (dict(height=8), "cannot be cut into patches of 1x2x2"),
+        (dict(height=60), "height=60: the VAE and the model's patches need a multiple of 16; use 64"),
+        (dict(width=8), "width=8: .* use 16"),
         (dict(prompt=["a", "b"]), "2 prompts for 1 streams"),
     ],
 )
