@@ -62,7 +62,7 @@ def staged(tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device) ->
     def send() -> Iterator[tuple[str, torch.Tensor]]:
         piece = underway.popleft()
         piece.filled.result()
-        piece.target.copy_(piece.buffer, non_blocking=True)
+        piece.target.copy_(piece.buffer, non_blocking=is_gpu)
         if is_gpu:
             emptied[piece.place] = torch.cuda.current_stream(device).record_event()
         if piece.completes is not None:

@@ -41,6 +41,7 @@ def test_a_video_over_two_processes_is_that_of_one(flags: list[str], alone: np.n
     assert np.array_equal(output_of("text_to_video.py", 2, tmp_path / "two.mp4", *flags), alone)
 
 
+@pytest.mark.full
 def test_a_video_over_two_replicas_of_two_stages_is_that_of_one_process(
     flags: list[str], alone: np.ndarray, tmp_path: Path
 ) -> None:
