@@ -12,8 +12,10 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
+    PipelineQuantizationConfig,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    TorchAoConfig,
     WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
@@ -227,6 +229,13 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def int8() -> PipelineQuantizationConfig:
+    """What quantises a transformer by torchao, weights only, while it is loaded."""
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return PipelineQuantizationConfig(quant_mapping={"transformer": TorchAoConfig(Int8WeightOnlyConfig())})
 
 
 def _randomised(model: torch.nn.Module) -> torch.nn.Module:

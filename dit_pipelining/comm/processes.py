@@ -102,5 +102,5 @@ def _check_that_processes_find(function: Callable[..., Any], args: tuple[Any, ..
     if problem is not None:
         raise ConfigError(
             f"{function!r} with its arguments cannot be sent to new processes, which import it ({problem}). Give a function "
-            'a file defines at its top, neither a lambda nor one inside another function; or start_method="fork".'
+            'that a file defines at its top, neither a lambda nor one inside another function; or start_method="fork".'
         )

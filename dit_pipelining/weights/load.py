@@ -46,9 +46,10 @@ def load_weights(
     given: Container[str] = (),
     shards: Mapping[str, Shard] | None = None,
 ) -> None:
-    """Read the tensors of some modules and parameters into `model`, each straight to `device`.
+    """Read the tensors of some modules and parameters into `model`, on `device`.
 
-    Everything else of the model stays as it is. Host memory in use at a time is about one tensor.
+    Everything else of the model stays as it is. On the CPU tensors are views of the files; on the way to a GPU they take the
+    pinned buffers of `staging.py`.
 
     Args:
         model: built by `empty_model`.

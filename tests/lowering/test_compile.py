@@ -16,6 +16,7 @@ from dit_pipelining.lowering.split import SplitModel
 from tests.zoo import CASES, build_inputs, build_model
 
 WAN = CASES["WanTransformer3D"]
+FLUX = CASES["FluxTransformer"]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
 
 
@@ -38,6 +39,18 @@ def test_a_kind_of_block_is_compiled_once_however_many_there_are(counter: Any) -
     kinds = len({type(model.get_submodule(str(node.target))) for node in split.graph.blocks})
     assert len(split.graph.blocks) > kinds
     assert counter.frame_count == kinds
+
+
+@torch.no_grad()
+def test_cuts_among_joint_and_single_blocks_compile_nothing_that_the_whole_model_does_not(counter: Any) -> None:
+    model, inputs = build_model(FLUX), build_inputs(FLUX)
+    model.compile_repeated_blocks()  # type: ignore[operator]
+    expected = model(**inputs)[0]
+    whole = counter.frame_count
+    assert whole
+    for stages in (2, 4):
+        assert torch.equal(split_model(model, stages, inputs)(**inputs)[0], expected)
+        assert counter.frame_count == whole
 
 
 @torch.no_grad()

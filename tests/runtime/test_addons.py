@@ -14,8 +14,7 @@ from dit_pipelining.api import ParallelConfig, load_pipeline, parallelize
 from dit_pipelining.runtime.attach import split_of
 from tests import checkpoints
 from tests.distributed import RankPool
-
-LAYOUTS = {"pp2": dict(pipeline_parallel_size=2), "pp2-cfg2": dict(pipeline_parallel_size=2, cfg_parallel_size=2)}
+from tests.layouts import LAYOUTS
 
 
 @pytest.fixture(scope="module")

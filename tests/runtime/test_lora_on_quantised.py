@@ -7,14 +7,14 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers import BitsAndBytesConfig, GGUFQuantizationConfig, PipelineQuantizationConfig, TorchAoConfig
+from diffusers import BitsAndBytesConfig, GGUFQuantizationConfig
 
 from dit_pipelining.api import ParallelConfig, load_pipeline
 from dit_pipelining.errors import ConfigError
 from tests import adapters, checkpoints
 from tests.distributed import RankPool
+from tests.layouts import LAYOUTS
 
-LAYOUTS = {"pp2": dict(pipeline_parallel_size=2), "pp2-cfg2": dict(pipeline_parallel_size=2, cfg_parallel_size=2)}
 DTYPE = torch.bfloat16
 
 
@@ -35,10 +35,7 @@ def quantised(folder: Path, kind: str, layout: str | None) -> Any:
     """By torchao while it is loaded, or from a GGUF file."""
     options: dict[str, Any]
     if kind == "torchao":
-        from torchao.quantization import Int8WeightOnlyConfig
-
-        mapping = {"transformer": TorchAoConfig(Int8WeightOnlyConfig())}
-        options = dict(quantization_config=PipelineQuantizationConfig(quant_mapping=mapping))
+        options = dict(quantization_config=checkpoints.int8())
     elif layout is not None:
         options = dict(transformer=folder / "q8.gguf")
     else:

@@ -15,8 +15,8 @@ from dit_pipelining.api import ParallelConfig, generate, load_pipeline, parallel
 from dit_pipelining.errors import ConfigError, ModelNotFoundError
 from tests import checkpoints
 from tests.distributed import RankPool
+from tests.layouts import LAYOUTS
 
-LAYOUTS = {"pp2": dict(pipeline_parallel_size=2), "pp2-cfg2": dict(pipeline_parallel_size=2, cfg_parallel_size=2)}
 ALWAYS = dict(skip_layer_guidance_start=0.0, skip_layer_guidance_stop=1.0)
 GUIDERS = {
     "none": lambda: guiders.ClassifierFreeGuidance(enabled=False),

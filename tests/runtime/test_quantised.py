@@ -8,7 +8,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers import PipelineQuantizationConfig, TorchAoConfig
+from diffusers import PipelineQuantizationConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -17,16 +17,10 @@ from dit_pipelining.api import ParallelConfig, load_pipeline, parallelize
 from dit_pipelining.errors import CheckpointError, ConfigError, ModelNotFoundError
 from tests import checkpoints
 from tests.distributed import RankPool
+from tests.layouts import LAYOUTS
 
-LAYOUTS = {"pp2": dict(pipeline_parallel_size=2), "pp2-cfg2": dict(pipeline_parallel_size=2, cfg_parallel_size=2)}
 DTYPE = torch.bfloat16
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-
-
-def int8() -> PipelineQuantizationConfig:
-    from torchao.quantization import Int8WeightOnlyConfig
-
-    return PipelineQuantizationConfig(quant_mapping={"transformer": TorchAoConfig(Int8WeightOnlyConfig())})
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +34,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stored(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, with a transformer that is stored quantised."""
     folder = tmp_path_factory.mktemp("quantised") / "stored"
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(plain, dtype=DTYPE, quantization_config=int8())
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(plain, dtype=DTYPE, quantization_config=checkpoints.int8())
     pipeline.save_pretrained(folder)
     return folder
 
@@ -90,7 +84,7 @@ def session(plain: Path, stored: Path, layout: str | None) -> tuple[dict[str, to
     config = ParallelConfig(**LAYOUTS[layout]) if layout else None
     images, sizes = {}, {}
     for name, folder, options in (
-        ("while loading", plain, dict(quantization_config=int8())),
+        ("while loading", plain, dict(quantization_config=checkpoints.int8())),
         ("stored", stored, {}),
         ("gguf", plain, dict(transformer=gguf_of(plain, layout))),
     ):
@@ -192,7 +186,7 @@ def test_casts_of_layers_that_are_compiled_are_refused(plain: Path, two_ranks: P
 
 
 def test_a_configuration_for_something_else_is_refused(plain: Path, two_ranks: ParallelConfig) -> None:
-    own = int8().quant_mapping["transformer"]
+    own = checkpoints.int8().quant_mapping["transformer"]
     with pytest.raises(ConfigError, match=r"TorchAoConfig; for a pipeline it has to be.*PipelineQuantizationConfig"):
         load_pipeline(plain, two_ranks, quantization_config=own)
     other = PipelineQuantizationConfig(quant_mapping={"unet": own})
@@ -278,7 +272,7 @@ def test_a_gguf_file_whose_tensors_do_not_fit_is_refused(
 
 def test_a_gguf_file_is_not_quantised_again(plain: Path, two_ranks: ParallelConfig) -> None:
     with pytest.raises(ConfigError, match=r"q8.gguf.* is quantised already, but .* asks for TorchAoConfig"):
-        load_pipeline(plain, two_ranks, transformer=plain / "q8.gguf", quantization_config=int8())
+        load_pipeline(plain, two_ranks, transformer=plain / "q8.gguf", quantization_config=checkpoints.int8())
 
 
 def test_a_file_that_is_no_transformer_is_refused(plain: Path, tmp_path: Path, two_ranks: ParallelConfig) -> None:

@@ -16,6 +16,7 @@ from dit_pipelining.api import ParallelConfig, load_pipeline, parallelize
 from dit_pipelining.errors import ConfigError
 from tests import checkpoints
 from tests.distributed import RankPool
+from tests.layouts import LAYOUTS
 
 CACHES = {
     "first block": hooks.FirstBlockCacheConfig(threshold=0.1),
@@ -70,7 +71,6 @@ EXPECTED = dict.fromkeys(CACHES, "disable_cache") | {
 }
 
 
-LAYOUTS = {"pp2": dict(pipeline_parallel_size=2), "pp2-cfg2": dict(pipeline_parallel_size=2, cfg_parallel_size=2)}
 BOTH = pytest.mark.parametrize("layout", ["pp2", pytest.param("pp2-cfg2", marks=pytest.mark.full)])
 
 

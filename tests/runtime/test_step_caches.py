@@ -13,9 +13,9 @@ from dit_pipelining.api import ParallelConfig, generate, load_pipeline, parallel
 from dit_pipelining.errors import ConfigError
 from tests import checkpoints
 from tests.distributed import RankPool
+from tests.layouts import LAYOUTS
 from tests.zoo import CASES, build_inputs, build_model
 
-LAYOUTS = {"pp2": dict(pipeline_parallel_size=2), "pp2-cfg2": dict(pipeline_parallel_size=2, cfg_parallel_size=2)}
 SCHEDULE = dict(cache_interval=2, disable_cache_before_step=1, taylor_factors_dtype=torch.float32)
 CACHES = {
     "attention": hooks.TaylorSeerCacheConfig(**SCHEDULE),
