@@ -21,7 +21,8 @@ class RankMemory:
         weights: of its stages, without copies.
         replicated: weights that a stage before it holds too.
         activations: of the fullest moment of its stages, or of decoding where that is fuller.
-        buffers: slots for what is received, which peer copies have on every rank, and copies of what waits to be sent.
+        buffers: slots for what is received, which peer copies have on every rank, the stage's own copy of it, and copies of
+            what waits to be sent.
         encoders: weights of text and image encoders.
         vae: weights of the VAE.
     """
@@ -99,4 +100,4 @@ def _buffers(split: SplitModel, rank: int, workload: Workload) -> int:
         return workload.requests * (received + (results if is_last else crossing[rank]))
     if workload.num_ranks == 1:
         return 0
-    return SLOTS * (max(crossing, default=0) + results + (0 if is_last else crossing[rank]))
+    return SLOTS * (max(crossing, default=0) + results + (0 if is_last else crossing[rank])) + received

@@ -252,4 +252,4 @@ def _buffers(costs: ModelCosts, stages: int) -> int:
     """Of a stage that receives and sends, as in `planning/memory.py`, at the widest boundary."""
     if stages == 1:
         return 0
-    return 2 * SLOTS * max(cost.boundary_bytes for cost in costs.blocks)
+    return (2 * SLOTS + 1) * max(cost.boundary_bytes for cost in costs.blocks)

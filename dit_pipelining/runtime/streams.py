@@ -124,9 +124,9 @@ class StageStreams:
             received: Sequence[torch.Tensor] = ()
             if links.incoming is not None:
                 layouts = [(value.wire_shape, value.dtype) for value in stage.received(call.graph)]
-                received = links.incoming.receive(layouts, self.compute)
-                if any(not isinstance(leaf, torch.Tensor) for leaf in call.leaves.values()):
-                    received = [tensor.clone() for tensor in received]  # a cache may keep them
+                # Copies: a cache or somebody's hook may keep what a module is given, and the slot is free at once.
+                received = [tensor.clone() for tensor in links.incoming.receive(layouts, self.compute)]
+                links.incoming.release(self.compute)
             try:
                 outputs = call.run(received)
             except BaseException as error:
@@ -139,8 +139,6 @@ class StageStreams:
                     leaving = call.results
                     for buffer, output in zip(call.results, outputs, strict=True):
                         buffer.copy_(output)
-            if links.incoming is not None:
-                links.incoming.release(self.compute)  # not earlier: what a stage passes on may lie in the slot
             computed = self.compute.record_event()
         with torch.cuda.stream(self.outgoing), torch.no_grad():
             self.outgoing.wait_event(computed)

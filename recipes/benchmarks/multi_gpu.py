@@ -37,6 +37,7 @@ from workloads import Workload, build, request
 
 from dit_pipelining import ParallelConfig, generate, parallelize
 from dit_pipelining.capture.nodes import value_bytes
+from dit_pipelining.comm.peer_links import PeerLinks
 from dit_pipelining.costs.devices import find_device
 from dit_pipelining.costs.model_costs import model_costs
 from dit_pipelining.lowering.clock import StageClock
@@ -46,8 +47,11 @@ from dit_pipelining.planning.forecast import transfer_seconds
 from dit_pipelining.planning.memory import rank_memory
 from dit_pipelining.planning.simulation import simulate
 from dit_pipelining.planning.timeline import Workload as Simulated
-from dit_pipelining.runtime.attach import split_of
+from dit_pipelining.runtime.attach import rolling_of, split_of
 from partitioners import RankSpec
+
+CALL_SECONDS = 30
+"""A call that takes longer hangs: the runtime then says on which rank, before the launch's own time is over."""
 
 SMALL_VIDEO = dict(height=480, width=832, num_frames=81)
 ONE_FRAME = dict(height=480, width=832, num_frames=1)
@@ -171,7 +175,7 @@ def measure(
         return
 
     sizes = dict(pipeline_parallel_size=layout.stages, cfg_parallel_size=layout.replicas, transport=layout.transport)
-    parallelize(pipeline, ParallelConfig(**sizes, compile=layout.compile, timeout_seconds=60))
+    parallelize(pipeline, ParallelConfig(**sizes, compile=layout.compile, timeout_seconds=CALL_SECONDS))
     pipeline.set_progress_bar_config(disable=True)
     for guided in workload.guidances:
         pipeline(**short(workload, device, guided, 5))  # as many as it takes to record CUDA graphs
@@ -207,7 +211,7 @@ def measure(
             facts["equal"] = bool(torch.equal(results[0][0], expected[guided]))
             add("rolling", guided, count, seconds, share, layout.replicas, **facts)
     peaks: list[Any] = [None] * layout.ranks
-    dist.all_gather_object(peaks, torch.cuda.max_memory_allocated(device))
+    dist.all_gather_object(peaks, torch.cuda.max_memory_allocated(device) + slots_bytes(pipeline))
     for row in rows:
         if row["workload"] == name:
             row.update(peak_bytes=peaks, single_peak_bytes=whole)
@@ -222,7 +226,7 @@ def measure_gpipe(workload: Workload, layout: Layout, device: torch.device, add:
     pipeline = build(workload, device)
     count = 2 * layout.stages
     config = ParallelConfig(
-        pipeline_parallel_size=layout.stages, microbatches=count, schedule="gpipe", timeout_seconds=60
+        pipeline_parallel_size=layout.stages, microbatches=count, schedule="gpipe", timeout_seconds=CALL_SECONDS
     )
     parallelize(pipeline, config)
     pipeline.set_progress_bar_config(disable=True)
@@ -237,7 +241,7 @@ def measure_gpipe(workload: Workload, layout: Layout, device: torch.device, add:
 def tiny_pipeline(layout: Layout, device: torch.device, workload: Workload) -> Any:
     pipeline = build(workload, device)
     sizes = dict(pipeline_parallel_size=layout.stages, cfg_parallel_size=layout.replicas, transport=layout.transport)
-    parallelize(pipeline, ParallelConfig(**sizes, timeout_seconds=60))
+    parallelize(pipeline, ParallelConfig(**sizes, timeout_seconds=CALL_SECONDS))
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -311,6 +315,13 @@ def simulated(
     )
 
 
+def slots_bytes(pipeline: Any) -> int:
+    """Memory that other ranks copy into, which torch's allocator does not count."""
+    rolling = rolling_of(pipeline)
+    links = getattr(rolling.runner if rolling is not None else None, "links", None)
+    return links.channels.memory.size if isinstance(links, PeerLinks) and links.channels is not None else 0
+
+
 def largest_share(split: Any) -> float:
     """The largest stage's part of the FLOPs."""
     seconds = split.partition.stage_seconds(model_costs(split.graph, split.model), [RankSpec()] * split.num_stages)
@@ -318,7 +329,8 @@ def largest_share(split: Any) -> float:
 
 
 def rank_main(layout: Layout, names: list[str], folder: str, seconds: float) -> None:
-    faulthandler.dump_traceback_later(seconds / 2)  # says where a rank that is not done hangs
+    # Says where a rank hangs, just before it is ended: a dump while threads run may end a rank that is well.
+    faulthandler.dump_traceback_later(max(seconds - 5, 1))
     os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="32")
     rank = int(os.environ["RANK"])
     device = torch.device("cuda", rank % torch.cuda.device_count())

@@ -60,12 +60,12 @@ def test_without_owners_every_rank_holds_the_components(split):
     assert [(rank.encoders, rank.vae) for rank in ranks] == [(0, 0), (1000, 0), (0, 100)]
 
 
-def test_buffers_are_slots_on_every_rank_and_copies_of_what_leaves(split):
+def test_buffers_are_slots_on_every_rank_and_copies_of_what_arrives_and_of_what_leaves(split):
     crossing = [sum(value.bytes for value in values) for values in split.boundaries]
     (result,) = map(value_bytes, split.graph.output_nodes)
     slots = 2 * (max(crossing) + result)
     ranks = rank_memory([(split, 1)], workload(requests=8), BESIDE)
-    assert [rank.buffers for rank in ranks] == [slots + 2 * crossing[0], slots + 2 * crossing[1], slots]
+    assert [rank.buffers - slots for rank in ranks] == [2 * crossing[0], crossing[0] + 2 * crossing[1], crossing[1]]
     gpipe = rank_memory([(split, 1)], workload(requests=5, schedule="gpipe"), BESIDE)
     assert gpipe[1].buffers == 5 * (crossing[0] + crossing[1])
 
