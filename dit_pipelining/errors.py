@@ -12,6 +12,7 @@ __all__ = [
     "ModelNotFoundError",
     "NotATransformerError",
     "PartitionError",
+    "QueueFullError",
     "RemoteRankError",
     "SplitError",
     "StageForwardError",
@@ -61,6 +62,10 @@ class StageForwardError(SplitError, TypeError):
 
 class RemoteRankError(RuntimeError):
     """Another rank failed first, died, left or never came; the message names it, the cause and its traceback."""
+
+
+class QueueFullError(RuntimeError):
+    """As many requests wait already as a queue takes."""
 
 
 USER_ERRORS = (SplitError, PartitionError)

@@ -1,28 +1,35 @@
-"""What the recipes share: their flags, how they load a pipeline, and where results go."""
+"""What the recipes share: their flags, how they load a pipeline, and where results go.
+
+Torch and diffusers take seconds to import. Functions that need them import them, so that `--help` and a wrong flag are answered
+at once.
+"""
+
+from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from contact_sheet import contact_sheet
-from diffusers.utils import export_to_gif, export_to_video
-from torch.distributed.elastic.multiprocessing.errors import record
 
-from dit_pipelining.api import ParallelConfig, load_config, load_pipeline
-from dit_pipelining.comm.launch import launched_rank
-from dit_pipelining.config import SCHEDULES, ULYSSES_MODES
+import dit_pipelining
+from dit_pipelining.config import SCHEDULES, ULYSSES_MODES, ParallelConfig
+from dit_pipelining.config_checks import integer_in
+from dit_pipelining.config_sources import load_config
 from dit_pipelining.errors import USER_ERRORS, ConfigError, RemoteRankError
-from dit_pipelining.runtime.report import print_split
 from partitioners import PARTITIONERS
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
+
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def parser(description: str, output: str) -> argparse.ArgumentParser:
@@ -51,7 +58,7 @@ def base_parser(description: str) -> argparse.ArgumentParser:
         "--guidance-scale", "--cfg-scale", type=float, metavar="SCALE", help="of classifier-free guidance"
     )
     flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights; default: as diffusers loads them")
+    flags.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as diffusers loads them")
     flags.add_argument("--variant", help="of the checkpoint's files, for example fp16")
     flags.add_argument("--config", type=Path, metavar="FILE", help="fields of ParallelConfig as YAML; flags beat it")
     flags.add_argument("--pipeline-parallel-size", type=int, metavar="STAGES", help="default: all launched processes")
@@ -116,14 +123,20 @@ def parallel_config(args: argparse.Namespace, defaults: Mapping[str, Any] | None
 
 def load_with(args: argparse.Namespace, config: ParallelConfig, **options: Any) -> Any:
     """The pipeline that the flags name, spread as the configuration says."""
-    dtype = DTYPES[args.dtype] if args.dtype else None
-    pipeline = load_pipeline(args.model, config, dtype=dtype, variant=args.variant, **options)
+    pipeline = dit_pipelining.load_pipeline(args.model, config, dtype=dtype_of(args), variant=args.variant, **options)
     if args.vae_use_tiling:
         vae = getattr(pipeline, "vae", None)
         if not hasattr(vae, "tiled_decode"):
             raise ConfigError(f"--vae-use-tiling: {type(vae).__name__}, this pipeline's VAE, cannot work tile by tile.")
         vae.enable_tiling()
     return pipeline
+
+
+def dtype_of(args: argparse.Namespace) -> torch.dtype | None:
+    """What --dtype names; None: as diffusers loads them."""
+    import torch
+
+    return getattr(torch, args.dtype) if args.dtype else None
 
 
 def run(recipe: Callable[[], None]) -> None:
@@ -136,10 +149,13 @@ def run(recipe: Callable[[], None]) -> None:
     except (*USER_ERRORS, RemoteRankError, ValueError) as error:
         known = isinstance(error, (*USER_ERRORS, RemoteRankError))
         place = "" if known else " ({0.filename}:{0.lineno})".format(traceback.extract_tb(error.__traceback__)[-1])
-        if launched_rank() == 0:
+        if is_main_rank():
             print(f"{type(error).__name__}: {error}{place}", file=sys.stderr)
-        _tell_torchrun(error)
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            _tell_torchrun(error)
         raise SystemExit(1) from None
+    import torch.distributed as dist
+
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -147,6 +163,7 @@ def run(recipe: Callable[[], None]) -> None:
 
 def _tell_torchrun(error: Exception) -> None:
     """Put the error into the report that torchrun ends with, which would else advise to enable tracebacks."""
+    from torch.distributed.elastic.multiprocessing.errors import record
 
     def fail() -> None:
         raise error.with_traceback(None)
@@ -171,13 +188,27 @@ def call_arguments(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     given = {name: getattr(args, name) for name in names}
     call.update({name: value for name, value in given.items() if value is not None})
     # One generator per prompt, so that each gets the noise it would get alone.
-    generators = [torch.Generator().manual_seed(args.seed + i) for i in range(len(prompts))]
+    generators = [seeded(args.seed + i) for i in range(len(prompts))]
     call["generator"] = generators if len(prompts) > 1 else generators[0]
     return call
 
 
+def seeded(seed: int) -> torch.Generator:
+    import torch
+
+    return torch.Generator().manual_seed(seed)
+
+
 def is_main_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+    """Whether this is the launch's first process, or the only one."""
+    return integer_in(os.environ, "RANK", 0) == 0
+
+
+def report(pipeline: Any) -> None:
+    """Say how the pipeline is spread over the ranks."""
+    from dit_pipelining.runtime.report import print_split
+
+    print_split(pipeline)
 
 
 def numbered(path: Path, index: int, count: int) -> Path:
@@ -189,12 +220,23 @@ def save_videos(pipeline: Any, videos: Sequence[np.ndarray], args: argparse.Name
     """On the first rank: say how the pipeline was split, write the videos, and say where they are."""
     if not is_main_rank():
         return
-    print_split(pipeline)
+    report(pipeline)
     for i, frames in enumerate(videos):
         path = save_video(frames, numbered(args.output, i, len(videos)), args.fps)
         print(f"video: {path}")
         if args.contact_sheet:
             print(f"frames: {contact_sheet(frames, path.with_suffix('.png'), scale=2)}")
+
+
+def save_images(pipeline: Any, images: Sequence[Image.Image], args: argparse.Namespace) -> None:
+    """On the first rank: say how the pipeline was split, write the images, and say where they are."""
+    if not is_main_rank():
+        return
+    report(pipeline)
+    for i, image in enumerate(images):
+        path = numbered(args.output, i, len(images))
+        image.save(path)
+        print(f"image: {path}")
 
 
 def save_video(frames: np.ndarray, path: Path, fps: int) -> Path:
@@ -203,6 +245,8 @@ def save_video(frames: np.ndarray, path: Path, fps: int) -> Path:
     Returns:
         where the video is.
     """
+    from diffusers.utils import export_to_gif, export_to_video
+
     images = list(frames)
     if path.suffix != ".gif":
         try:

@@ -1,4 +1,4 @@
-"""A hand-written Wan transformer that runs as one stage of a pipeline: what `custom_pipeline.py` denoises with.
+"""A hand-written Wan transformer that runs as one stage of a pipeline: what `custom_wan_pipeline.py` denoises with.
 
 It differs from diffusers' on purpose, as hand-written ones do: queries, keys and values are one matrix, and names are its own.
 """

@@ -5,18 +5,21 @@
 Writes a video and a contact sheet of its frames into `outputs/`.
 """
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
-
-from tiny_world import FPS, HEIGHT, NUM_FRAMES, WIDTH
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "a red circle moves right on a black background"
 
 
 def main() -> int:
-    prompt = " ".join(sys.argv[1:]) or PROMPT
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("prompt", nargs="*", help=f"default: {PROMPT}")
+    prompt = " ".join(flags.parse_args().prompt) or PROMPT
+    from tiny_world import FPS, HEIGHT, NUM_FRAMES, WIDTH  # and torch, which takes seconds to import
+
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"),
         str(ROOT / "recipes" / "text_to_video.py"),

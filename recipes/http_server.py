@@ -13,29 +13,34 @@ A request that cannot be gets status 400 and the reason, one too many 429, one w
 server takes no more requests and finishes those it has; torchrun gives it 30 seconds for that (`--shutdown-timeout`).
 """
 
+from __future__ import annotations
+
 import asyncio
 import base64
 import io
 import json
+import random
 import re
 import signal
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import CancelledError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import uvicorn
-from common import base_parser, load_with, parallel_config, run
+from common import base_parser, load_with, parallel_config, run, seeded
 from PIL import Image
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from dit_pipelining.api import serve
-from dit_pipelining.runtime.serving import QueueFullError, RequestQueue
+import dit_pipelining
+from dit_pipelining.errors import QueueFullError
+
+if TYPE_CHECKING:
+    from dit_pipelining.runtime.serving import RequestQueue
 
 KINDS: dict[str, type | tuple[type, ...]] = {
     "prompt": str,
@@ -86,7 +91,7 @@ def main() -> None:
         for name in ("width", "height", *PASSED_ON[1:4])
         if getattr(args, name, None) is not None
     }
-    with torch.no_grad(), serve(pipeline, max_in_flight=args.max_in_flight, max_waiting=args.max_waiting) as queue:
+    with dit_pipelining.serve(pipeline, max_in_flight=args.max_in_flight, max_waiting=args.max_waiting) as queue:
         # torchrun passes these on to every rank. On the first one the server hears them, and its ranks end with it.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
@@ -147,12 +152,10 @@ def submit(queue: RequestQueue, body: dict[str, Any], defaults: dict[str, Any], 
     call = defaults | {name: body[name] for name in PASSED_ON if name in body}
     if "size" in body:
         call["width"], call["height"] = map(int, body["size"].split("x"))
-    seed = body.get("seed", int(torch.randint(2**31, ()).item()))
+    seed = body.get("seed", random.randrange(2**31))
     try:
         return [
-            queue.submit(
-                timeout=body.get("timeout"), on_step=on_step, generator=torch.Generator().manual_seed(seed + i), **call
-            )
+            queue.submit(timeout=body.get("timeout"), on_step=on_step, generator=seeded(seed + i), **call)
             for i in range(body.get("n", 1))
         ]
     except QueueFullError as error:

@@ -20,7 +20,6 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-import diffusers
 from common import call_arguments, check_output, load, parser, run, save_videos, video_flags
 from PIL import Image, UnidentifiedImageError
 
@@ -62,6 +61,8 @@ def pipeline_class(name: str) -> type:
     Raises:
         ConfigError: there is none.
     """
+    import diffusers
+
     found = getattr(diffusers, name, None)
     if not (isinstance(found, type) and issubclass(found, diffusers.DiffusionPipeline)):
         raise ConfigError(

@@ -7,9 +7,7 @@ The result is the one that a single process gives with the same flags, bit for b
 rounding of the smaller batch (see --microbatches).
 """
 
-from common import call_arguments, check_output, is_main_rank, load, numbered, parser, run
-
-from dit_pipelining.runtime.report import print_split
+from common import call_arguments, check_output, load, parser, run, save_images
 
 
 def main() -> None:
@@ -18,12 +16,7 @@ def main() -> None:
     pipeline = load(args)
     names = ("width", "height", "num_inference_steps", "guidance_scale")
     images = pipeline(**call_arguments(args, *names)).images
-    if is_main_rank():
-        print_split(pipeline)
-        for i, image in enumerate(images):
-            path = numbered(args.output, i, len(images))
-            image.save(path)
-            print(f"image: {path}")
+    save_images(pipeline, images, args)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-from common import base_parser, is_main_rank, load_with, numbered, parallel_config, run, save_video, video_flags
+from common import (
+    base_parser,
+    is_main_rank,
+    load_with,
+    numbered,
+    parallel_config,
+    report,
+    run,
+    save_video,
+    seeded,
+    video_flags,
+)
 from contact_sheet import contact_sheet
 from PIL import Image
 
-from dit_pipelining.api import generate
+import dit_pipelining
 from dit_pipelining.errors import ConfigError
-from dit_pipelining.runtime.report import print_split
 from partitioners.errors import counted
 
 CALL_FLAGS = ("negative_prompt", "width", "height", "num_frames", "num_inference_steps", "guidance_scale")
@@ -51,11 +60,11 @@ def main() -> None:
             return writer.submit(save, output, index, args) if is_main_rank() else None
 
         started = time.perf_counter()
-        written = generate(pipeline, requests, max_in_flight=in_flight, on_output=write)
+        written = dit_pipelining.generate(pipeline, requests, max_in_flight=in_flight, on_output=write)
         paths = [path for each in written if each is not None for path in each.result()]
         seconds = time.perf_counter() - started
     if is_main_rank():
-        print_split(pipeline)
+        report(pipeline)
         print("\n".join(str(path) for path in paths))
         print(
             f"{counted(len(requests), 'request')}, {in_flight} in flight, in {seconds:.1f} s with reading the transformer's "
@@ -79,7 +88,7 @@ def read_requests(args: argparse.Namespace) -> list[dict[str, Any]]:
         if line:
             request = {**common, "output_type": "np", **_parse(line, f"{args.prompts}, line {number}")}
             seed = request.pop("seed", args.seed + len(requests))
-            requests.append({**request, "generator": torch.Generator().manual_seed(seed)})
+            requests.append({**request, "generator": seeded(seed)})
     if not requests:
         raise ConfigError(f"--prompts {args.prompts}: the file is empty; it needs one prompt a line.")
     return requests

@@ -1,6 +1,6 @@
 """Pipeline and CFG parallelism for hand-written pipelines, by the contract of vLLM-Omni's diffusion pipelines.
 
-`recipes/PORTING.md` shows how to make a pipeline PP-aware, `recipes/custom_pipeline.py` is one.
+`recipes/PORTING.md` shows how to make a pipeline PP-aware, `recipes/custom_wan_pipeline.py` is one.
 """
 
 from dit_pipelining.mixins.async_latents import AsyncLatents

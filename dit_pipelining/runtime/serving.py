@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dit_pipelining.comm.waking import is_effect
-from dit_pipelining.errors import ConfigError, InputError
+from dit_pipelining.errors import ConfigError, InputError, QueueFullError
 from dit_pipelining.runtime.bars import Advance, Bars
 from dit_pipelining.runtime.modes import Enter, request_mode
 from dit_pipelining.runtime.requests import request_call
@@ -37,10 +37,6 @@ from partitioners.errors import counted
 
 IDLE_SECONDS = 1.0
 """How often ranks that wait for a request tell each other that they are there."""
-
-
-class QueueFullError(RuntimeError):
-    """As many requests wait already as the queue takes."""
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 
 from dit_pipelining.errors import ConfigError
-from dit_pipelining.stream.levels import fewer_levels
 from dit_pipelining.stream.schedule import Row, Start, rows
 from dit_pipelining.stream.simulation import Forecast, StageCost, simulate
-from dit_pipelining.stream.spec import FRAMES_PER_LATENT, StreamSpec
+from dit_pipelining.stream.spec import FRAMES_PER_LATENT, StreamSpec, fewer_levels
 from partitioners.errors import counted
 
 GUIDANCE = ("rows", "replicas")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from dit_pipelining.config_checks import check_positive
-from dit_pipelining.stream.spec import StreamSpec
+from dit_pipelining.stream.spec import StreamSpec, fewer_levels
 from dit_pipelining.stream.stage import StreamStage
 
 PATIENCE = 8
@@ -69,11 +69,6 @@ class AdaptiveLevels:
         self.count = count
         self._starts.clear()
         return fewer_levels(self.most, count)
-
-
-def fewer_levels(levels: Sequence[float], count: int) -> tuple[float, ...]:
-    """`count` of the levels, the first one among them, evenly chosen."""
-    return tuple(levels[i * len(levels) // count] for i in range(count))
 
 
 def nearest_levels(before: Sequence[float], after: Sequence[float]) -> list[int]:

@@ -1,6 +1,7 @@
 """StreamSpec: how a stream is denoised, and what a chunk may see of earlier ones."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -119,3 +120,8 @@ class StreamSpec:
     def caches(self) -> int:
         """Caches of each stream and branch."""
         return self.num_levels if self.policy == "level" else 1
+
+
+def fewer_levels(levels: Sequence[float], count: int) -> tuple[float, ...]:
+    """`count` of the levels, the first one among them, evenly chosen."""
+    return tuple(levels[i * len(levels) // count] for i in range(count))

@@ -7,8 +7,8 @@ import imageio.v3 as imageio
 import numpy as np
 import pytest
 import torch
-from custom_pipeline import CustomWanPipeline
 from custom_transformer import StagedWanTransformer, stream_weights
+from custom_wan_pipeline import CustomWanPipeline
 from diffusers import WanPipeline
 
 from dit_pipelining.errors import CheckpointError

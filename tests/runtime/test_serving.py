@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from dit_pipelining.api import ParallelConfig, load_pipeline, serve
-from dit_pipelining.errors import ConfigError, InputError, RemoteRankError
-from dit_pipelining.runtime.serving import QueueFullError, RequestQueue
+from dit_pipelining.errors import ConfigError, InputError, QueueFullError, RemoteRankError
+from dit_pipelining.runtime.serving import RequestQueue
 from dit_pipelining.runtime.submissions import RequestFuture
 from tests import checkpoints
 from tests.distributed import RankPool

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from dit_pipelining.errors import ConfigError
-from dit_pipelining.stream.batch_scheduler import StreamBatchScheduler, fewer_levels
+from dit_pipelining.stream.batch_scheduler import StreamBatchScheduler
 from dit_pipelining.stream.head import StreamHead, StreamInput
 from dit_pipelining.stream.noise import NoiseSource
 from dit_pipelining.stream.schedule import Row, Start, steady_starts
 from dit_pipelining.stream.simulation import StageCost, fit_cost, simulate
-from dit_pipelining.stream.spec import StreamSpec
+from dit_pipelining.stream.spec import StreamSpec, fewer_levels
 
 SPEC = StreamSpec(levels=(1.0, 0.8, 0.6, 0.4))
 
