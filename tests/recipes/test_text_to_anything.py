@@ -68,7 +68,7 @@ def test_a_video_over_ranks_that_share_tokens_is_that_of_one_process(
     spread = ["--usp", "2", "--ulysses-mode", "anything", "--output", str(tmp_path / "four.mp4")]
     done = run("text_to_video.py", 4, *flags, *spread)  # the other two: stages
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "4 blocks over 2 stages" in done.stdout
+    assert "4 ranks: 2 stages x 2 token shards (ulysses)\ntransformer: 4 blocks over 2 stages" in done.stdout
     difference = np.abs(imageio.imread(tmp_path / "four.mp4").astype(int) - alone.astype(int))
     assert difference.max() <= 1  # rounding to bytes, and a video's compression
 
@@ -84,7 +84,7 @@ def configured(flags: list[str], tmp_path: Path) -> list[str]:
 def test_a_file_says_how_the_ranks_are_used(configured: list[str]) -> None:
     done = run("text_to_video.py", 2, *configured)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "4 blocks over 2 stages (3,1)" in done.stdout
+    assert done.stdout.startswith("2 ranks: 2 stages\ntransformer: 4 blocks over 2 stages (3,1)")
 
 
 def test_a_flag_beats_the_file_and_a_wrong_one_is_one_line_of_the_first_rank_and_the_cause_in_torchruns_report(
