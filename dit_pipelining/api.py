@@ -99,7 +99,7 @@ def split_model(
     refuse_hooks(model)
     check_positive("num_stages", num_stages)
     check_partitioner(partitioner)
-    early_counts_check(counts, num_stages)
+    early_counts_check(counts, num_stages, f"counts={counts!r}")
     if not isinstance(example_inputs, Mapping):
         raise InputError(
             f"example_inputs is a {type(example_inputs).__name__}; give the keyword arguments of one call as a dict."

@@ -138,12 +138,12 @@ class ParallelConfig:
         check_partitioner(self.partitioner)
         if self.vae_placement == "shared" and self.partitioner not in ("balanced", "vae-aware"):
             raise ConfigError(
-                f'vae_placement="shared" needs partitioner="balanced" or "vae-aware", which can leave a rank without blocks; '
-                f"not {self.partitioner!r}."
+                f"vae_placement='shared' does not go with partitioner={self.partitioner!r}: use 'balanced' or 'vae-aware', "
+                "which can leave a rank without blocks."
             )
         if self.vae_placement == "shared" and self.pipeline_parallel_size < 2:
             raise ConfigError(
-                'vae_placement="shared" takes a rank from the blocks; use pipeline_parallel_size=2 or more.'
+                "vae_placement='shared' takes a rank from the blocks; use pipeline_parallel_size=2 or more."
             )
         check_contradictions(self)
         seconds = self.timeout_seconds
@@ -158,7 +158,7 @@ class ParallelConfig:
         self._check_ranks()
         for given in self.partition.values() if isinstance(self.partition, Mapping) else [self.partition]:
             if given is not None:
-                early_counts_check(given, self.pipeline_parallel_size)
+                early_counts_check(given, self.pipeline_parallel_size, f"partition={self.partition!r}")
 
     def _check_hsdp(self) -> None:
         if (sizes := hsdp_sizes(self)) is not None:
@@ -175,14 +175,13 @@ class ParallelConfig:
         return self.ring_degree * self.ulysses_degree
 
     def _check_text_encoders(self) -> None:
-        sizes = self.text_encoder_tp_size
-        by_name = sizes if isinstance(sizes, Mapping) else {"": sizes}
-        for name, size in by_name.items():
-            what = f"text_encoder_tp_size[{name!r}]" if name else "text_encoder_tp_size"
-            check_positive(what, size)
+        given = self.text_encoder_tp_size
+        for size in given.values() if isinstance(given, Mapping) else [given]:
+            if size < 1:
+                raise ConfigError(f"text_encoder_tp_size={given!r}: expected integers of at least 1.")
             if size > self.copy_size:
                 raise ConfigError(
-                    f"{what}={size}: {counted(self.copy_size, 'rank')} at most can run a call together; "
+                    f"text_encoder_tp_size={given!r}: {counted(self.copy_size, 'rank')} at most can run a call together; "
                     f"use {self.copy_size} or less."
                 )
 
@@ -194,7 +193,7 @@ class ParallelConfig:
     def _check_ranks(self) -> None:
         for name, place in (self.component_ranks or {}).items():
             if place != "all":
-                self._check_rank(f"component_ranks[{name!r}]", place, ', or "all"')
+                self._check_rank("component_ranks", place, f', or "all", for {name!r}')
         if not self.output_ranks:
             raise ConfigError(f"output_ranks={self.output_ranks!r}: expected 'all' or ranks, such as [0].")
         for rank in self.output_ranks if self.output_ranks != "all" else ():
@@ -202,7 +201,9 @@ class ParallelConfig:
 
     def _check_rank(self, name: str, rank: int, otherwise: str) -> None:
         if not 0 <= rank < self.line_size:
-            raise ConfigError(f"{name}: {rank!r} is no rank; expected 0 to {self.line_size - 1}{otherwise}.")
+            raise ConfigError(
+                f"{name}={getattr(self, name)!r}: {rank!r} is no rank; expected 0 to {self.line_size - 1}{otherwise}."
+            )
 
     def check_world_size(self, world_size: int) -> None:
         """Compare the number of launched processes with the degrees.

@@ -36,12 +36,11 @@ def check_contradictions(config: Any) -> None:
         ConfigError: two do; says why.
     """
     for name, others in CONTRADICTIONS.items():
-        used = getattr(config, name)
-        if not (used if isinstance(used, bool) else used > 1):
-            continue
-        given = "ulysses_degree or ring_degree" if name == "sequence_parallel_size" else name
-        for other, reason in others.items():
+        fields = ("ulysses_degree", "ring_degree") if name == "sequence_parallel_size" else (name,)
+        used = [field for field in fields if getattr(config, field) != getattr(type(config), field)]
+        for other, reason in others.items() if used else ():
             if (value := getattr(config, other)) != getattr(type(config), other):
+                given = f"{used[0]}={getattr(config, used[0])!r}"
                 raise ConfigError(f"{given} and {other}={value!r}: {reason}. Leave one of them out.")
 
 
@@ -66,9 +65,8 @@ def hsdp_sizes(config: Any) -> HsdpSizes | None:
         check_positive(name, size)
     if not config.use_hsdp:
         if given:
-            raise ConfigError(
-                f"{next(iter(given))} is given, but use_hsdp is False. Set use_hsdp=True, or leave it out."
-            )
+            name, size = next(iter(given.items()))
+            raise ConfigError(f"{name}={size!r} is given, but use_hsdp is not. Set use_hsdp=True, or leave it out.")
         return None
     shard, replicate = config.hsdp_shard_size, config.hsdp_replicate_size
     holders = config.cfg_parallel_size * config.sequence_parallel_size
@@ -76,7 +74,7 @@ def hsdp_sizes(config: Any) -> HsdpSizes | None:
     if makes_replicas:
         if shard is None:
             raise ConfigError(
-                "use_hsdp needs ranks that hold the same stage, which cfg_parallel_size, ulysses_degree and ring_degree "
+                "use_hsdp=True needs ranks that hold the same stage, which cfg_parallel_size, ulysses_degree and ring_degree "
                 "make; without them give hsdp_shard_size, the number of ranks to shard the weights over."
             )
         holders = shard * (replicate or 1)
@@ -132,8 +130,13 @@ def check_partitioner(partitioner: object) -> None:
         )
 
 
-def early_counts_check(counts: object, num_stages: int) -> bool:
+def early_counts_check(counts: object, num_stages: int, told: str = "partition") -> bool:
     """Check explicit counts, or where there are none those of VLLM_PP_LAYER_PARTITION, before the model is known.
+
+    Args:
+        counts: blocks per stage.
+        num_stages: the number of stages.
+        told: what to call the setting in an error.
 
     Returns:
         whether there are any.
@@ -148,7 +151,7 @@ def early_counts_check(counts: object, num_stages: int) -> bool:
     elif isinstance(counts, str):
         integers = parse_counts(counts)
     elif not isinstance(counts, Sequence):
-        raise ConfigError(f"partition={counts!r}: expected blocks per stage, such as [8, 12, 12, 8] or '8,12,12,8'.")
+        raise ConfigError(f"{told}: expected blocks per stage, such as [8, 12, 12, 8] or '8,12,12,8'.")
     else:
         integers = check_counts(counts)
     if integers is not None and len(integers) != num_stages:

@@ -18,6 +18,7 @@ These keys may lie under `diffusion` and `diffusion.parallelism`. In the environ
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import prod
@@ -29,6 +30,7 @@ import yaml
 from dit_pipelining.config import DIMENSIONS, ParallelConfig
 from dit_pipelining.config_checks import check_positive, integer_in
 from dit_pipelining.errors import ConfigError
+from partitioners.errors import CountsError
 
 PREFIX = "DIT_PIPELINING_"
 SIZE = "pipeline_parallel_size"
@@ -86,7 +88,8 @@ def load_config(
         arguments: fields of ParallelConfig, or other keys of [Note: keys]. None counts as not given.
 
     Raises:
-        ConfigError: the file cannot be read; a key is not known (lists those that are); a value cannot be used.
+        ConfigError: the file cannot be read; a key is not known (lists those that are); a value cannot be used. Names a
+            setting by its key, value and file (or variable).
         CountsError: a partition holds something else than one number of blocks per stage.
     """
     sources = [_Source("a default", defaults or {}, {})]
@@ -94,27 +97,48 @@ def load_config(
         sources.append(_read_file(Path(path)))
     sources.append(_read_environment(environment))
     sources.append(_Source("an argument", {key: value for key, value in arguments.items() if value is not None}, {}))
-    merged: dict[str, Any] = {}
     for key in (*(defaults or {}), *arguments):
         if key not in KEYS:
             raise _unknown(f"the argument {key!r}", key, KEYS)
+    merged: dict[str, Any] = {}
+    told: dict[str, str] = {}
     for source in sources:
-        own = _as_fields(source)
+        own, keys = _as_fields(source)
         strategy = source.settings.get("strategy")
         if strategy == "auto" or (strategy == "pipeline" and SIZE not in merged):
             merged[SIZE] = THE_REST  # unless somebody says more
         if strategy == "sequence":
             merged |= {SIZE: 1, ULYSSES: THE_REST}
         merged |= own
+        told |= {field: source.of(key) for field, key in keys.items()}
+    try:
+        return ParallelConfig(**_counted(merged, environment))
+    except ConfigError as error:
+        raise ConfigError(_with_sources(str(error), merged, told)) from None
+    except CountsError as error:
+        raise type(error)(error.counts, told["partition"], *error.args[2:]) from None
+
+
+def _counted(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """The settings with numbers in place of `THE_REST`."""
+    counted = dict(settings)
     for size in (SIZE, ULYSSES):
-        if merged.get(size) is THE_REST:
-            others = [name for name in DIMENSIONS.values() if name != size and name in merged]
+        if counted.get(size) is THE_REST:
+            others = [name for name in DIMENSIONS.values() if name != size and name in counted]
             for name in others:
-                check_positive(name, merged[name])
+                check_positive(name, counted[name])
             processes = integer_in(environment, "WORLD_SIZE", 1)
-            taken = prod(merged[name] for name in others) * _replicas_for_shards(merged)
-            merged[size] = max(processes // taken, 1)
-    return ParallelConfig(**merged)
+            taken = prod(counted[name] for name in others) * _replicas_for_shards(counted)
+            counted[size] = max(processes // taken, 1)
+    return counted
+
+
+def _with_sources(message: str, settings: Mapping[str, Any], told: Mapping[str, str]) -> str:
+    """The message of an error of ParallelConfig with each setting named as whoever gave it wrote it, and where."""
+    for field, source in told.items():
+        setting = re.escape(f"{field}={settings[field]!r}")
+        message = source.join(re.split(rf"(?<!\w){setting}(?!\w|\.\d)", message))
+    return message
 
 
 def _replicas_for_shards(settings: Mapping[str, Any]) -> int:
@@ -141,31 +165,28 @@ def stream_settings(
     return {key: (own.settings[key], own.of(key)) for own in sources for key in STREAM_KEYS if key in own.settings}
 
 
-def _as_fields(source: _Source) -> dict[str, Any]:
-    """The settings of one source under the names of ParallelConfig's fields."""
-    found: dict[str, Any] = {}
-    for key, value in source.settings.items():
-        if key in FIELDS:
-            found[key] = value
+def _as_fields(source: _Source) -> tuple[dict[str, Any], dict[str, str]]:
+    """The settings of one source under the names of ParallelConfig's fields, and the key that each comes from."""
+    found = {key: value for key, value in source.settings.items() if key in FIELDS}
+    keys = {field: field for field in found}
     for key, field in OTHER_NAMES.items():
         if key in source.settings:
             if found.get(field, source.settings[key]) != source.settings[key]:
                 raise ConfigError(f"{source.of(key)} contradicts {source.of(field)}; give one of them.")
-            found[field] = source.settings[key]
+            found[field], keys[field] = source.settings[key], key
     if "block_partition" in source.settings:
         meaning = BLOCK_PARTITIONS.get(str(source.settings["block_partition"]))
         if meaning is None:
             raise ConfigError(f"{source.of('block_partition')}: expected one of {', '.join(BLOCK_PARTITIONS)}.")
-        found = {**meaning, **found}
+        found, keys = {**meaning, **found}, {**dict.fromkeys(meaning, "block_partition"), **keys}
     strategy = source.settings.get("strategy")
     if strategy is not None and strategy not in STRATEGIES:
         raise ConfigError(f"{source.of('strategy')}: expected one of {', '.join(STRATEGIES)}.")
     if strategy == "none":
         if found.get(SIZE, 1) != 1:
-            given = "pipeline_stages" if "pipeline_stages" in source.settings else SIZE
-            raise ConfigError(f"{source.of('strategy')} contradicts {source.of(given)}; give one of them.")
-        found[SIZE] = 1
-    return found
+            raise ConfigError(f"{source.of('strategy')} contradicts {source.of(keys[SIZE])}; give one of them.")
+        found[SIZE], keys[SIZE] = 1, "strategy"
+    return found, keys
 
 
 def _read_file(path: Path) -> _Source:

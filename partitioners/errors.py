@@ -87,6 +87,13 @@ class CountsError(PartitionError):
         return f"block counts {text!r} from {self.source}"
 
 
+class NoCountsError(CountsError):
+    """There are none."""
+
+    def __str__(self) -> str:
+        return f"no block counts from {self.source}; expected one integer per stage, such as 8,12,12,8"
+
+
 class CountsNotIntegersError(CountsError):
     """One of the counts is not an integer."""
 

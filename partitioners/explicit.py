@@ -25,7 +25,7 @@ def explicit(counts: Sequence[int] | str, *, source: str = ARGUMENT) -> Partitio
     Raises:
         CountsNotIntegersError: If a count is not an integer.
         NegativeCountError: If a count is negative (vLLM lets that pass).
-        PartitionError: If there are no counts.
+        NoCountsError: If there are no counts.
 
     The partitioner raises `WrongNumberOfCountsError` unless there are as many counts as ranks, and `WrongSumError`
     unless they sum to the number of blocks.

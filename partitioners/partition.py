@@ -14,6 +14,7 @@ from partitioners.errors import (
     CountsNotIntegersError,
     EmptyStageError,
     NegativeCountError,
+    NoCountsError,
     PartitionError,
     TooManyStagesError,
     WrongNumberOfCountsError,
@@ -151,7 +152,7 @@ def check_counts(counts: Sequence[int], *, source: str = ARGUMENT) -> tuple[int,
     Raises:
         CountsNotIntegersError: If one is not an integer (1.0 and True are not).
         NegativeCountError: If one is negative.
-        PartitionError: If there are none.
+        NoCountsError: If there are none.
     """
     checked = []
     for count in counts:
@@ -165,7 +166,7 @@ def check_counts(counts: Sequence[int], *, source: str = ARGUMENT) -> tuple[int,
             raise NegativeCountError(counts, source, integer)
         checked.append(integer)
     if not checked:
-        raise PartitionError(f"no block counts from {source}; expected one integer per stage, such as 8,12,12,8")
+        raise NoCountsError(counts, source)
     return tuple(checked)
 
 

@@ -25,6 +25,7 @@ from typing import Any
 from common import base_parser, check_output, run
 
 from dit_pipelining.config_checks import check_positive
+from dit_pipelining.config_sources import stream_settings
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.stream.consumer import DROPS
 from dit_pipelining.stream.goals import StreamGoals, load_goals
@@ -106,10 +107,8 @@ def spec_of(args: argparse.Namespace, goals: StreamGoals) -> StreamSpec:
         ) from None
     if goals.stream_batch_steps is not None:
         if goals.stream_batch_steps > len(levels):
-            raise ConfigError(
-                f"stream_batch_steps={goals.stream_batch_steps}: name as many noise levels with --levels; {args.levels} are "
-                f"{len(levels)}."
-            )
+            _, told = stream_settings(args.config)["stream_batch_steps"]
+            raise ConfigError(f"{told}: name as many noise levels with --levels; {args.levels} are {len(levels)}.")
         levels = fewer_levels(levels, goals.stream_batch_steps)
     for frames in args.frames_per_chunk:
         check_positive("--frames-per-chunk", frames)

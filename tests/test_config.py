@@ -51,7 +51,8 @@ def test_a_value_of_a_wrong_type_is_an_error_that_names_the_field_the_value_and_
     path.write_text(yaml.safe_dump({name: value}))
     with pytest.raises(ConfigError) as of_file:
         load_config(path, environment={})
-    assert str(of_file.value) == message
+    assert str(of_file.value) == message.replace(f"{name}={value!r}", f"{name}={value!r} ({path})")
+    assert str(path) in str(of_file.value)
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK"])

@@ -7,6 +7,8 @@ import pytest
 
 from dit_pipelining.api import ParallelConfig, load_config
 from dit_pipelining.errors import ConfigError
+from partitioners import CountsNotIntegersError, NegativeCountError, NoCountsError, WrongNumberOfCountsError
+from partitioners.errors import CountsError
 
 
 @pytest.fixture
@@ -114,20 +116,63 @@ def test_the_environments_text_becomes_the_fields_type(variable: str, text: str,
         ("pipeline_stages: 2\npipeline_parallel_size: 3", "pipeline_stages=2 .* contradicts pipeline_parallel_size=3"),
         ("block_partition: [uniform]", r"block_partition=\['uniform'\] .* expected one of uniform, dynamic"),
         ("block_partition: even", "block_partition='even' .* expected one of uniform, dynamic"),
-        ("vae_placement: alone", "vae_placement='alone': expected one of inline, shared"),
-        ("vae_placement: shared\npartitioner: uniform", 'vae_placement="shared" needs'),
-        ("vae_placement: shared", "takes a rank from the blocks"),
-        ("rebalance: sometimes", "rebalance='sometimes': expected True or False"),
-        ("hardware:\n  topology: ring", "topology='ring': expected one of auto, nvlink, pcie"),
-        ("pipeline_stages: two", "pipeline_parallel_size='two': expected an integer"),
-        ("strategy: auto\ncfg_parallel_size: zero", "cfg_parallel_size='zero': expected an integer"),
+        ("vae_placement: alone", "vae_placement='alone' FILE: expected one of inline, shared"),
+        (
+            "vae_placement: shared\nblock_partition: uniform",
+            "vae_placement='shared' FILE does not go with block_partition='uniform' FILE: use 'balanced'",
+        ),
+        ("vae_placement: shared", "vae_placement='shared' FILE takes a rank from the blocks"),
+        ("rebalance: sometimes", "rebalance='sometimes' FILE: expected True or False"),
+        ("hardware:\n  topology: ring", "hardware.topology='ring' FILE: expected one of auto, nvlink, pcie"),
+        ("pipeline_stages: two", "^pipeline_stages='two' FILE: expected an integer"),
+        ("diffusion: {parallelism: {pipeline_stages: 0}}", "^pipeline_stages=0 FILE: expected an integer"),
+        ("strategy: auto\ncfg_parallel_size: zero", "cfg_parallel_size='zero' FILE: expected an integer"),
+        (
+            "ring_degree: 2\nblock_partition: dynamic",
+            "ring_degree=2 FILE and block_partition='dynamic' FILE: blocks are",
+        ),
+        ("hsdp_shard_size: 2", "hsdp_shard_size=2 FILE is given, but use_hsdp is not"),
+        ("use_hsdp: true", "use_hsdp=True FILE needs ranks that hold the same stage"),
+        (
+            "component_ranks: {vae: 7}",
+            r"component_ranks=\{'vae': 7\} FILE: 7 is no rank; expected 0 to 0, .* for 'vae'",
+        ),
+        ("output_ranks: [7]", r"output_ranks=\[7\] FILE: 7 is no rank"),
+        ("text_encoder_tp_size: {t5: 2}", r"text_encoder_tp_size=\{'t5': 2\} FILE: 1 rank at most"),
+        ("vae_patch_parallel_size: 12", "vae_patch_parallel_size=12 FILE: 1 rank at most"),
         ("- 1", "holds a list; expected keys and values"),
         ("a: [", "cannot be read"),
     ],
 )
 def test_what_a_file_gets_wrong_is_said(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(written(tmp_path, text), environment={})
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError, match=message.replace("FILE", rf"\({path}\)")):
+        load_config(path, environment={})
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("partition: 3,x", CountsNotIntegersError, "from partition='3,x' FILE: 'x' is not an integer"),
+        ("partition: [3, -1]", NegativeCountError, r"from partition=\[3, -1\] FILE: -1 is negative"),
+        ("partition: {transformer: '3,1'}", WrongNumberOfCountsError, "from partition=.*FILE: there are 2 of them"),
+        ("partition: []", NoCountsError, r"from partition=\[\] FILE; expected one integer per stage"),
+    ],
+)
+def test_block_counts_that_a_file_gets_wrong_are_said(
+    tmp_path: Path, text: str, error: type[CountsError], message: str
+) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(error, match=message.replace("FILE", rf"\({path}\)")):
+        load_config(path, environment={})
+
+
+def test_a_setting_is_named_as_the_source_that_decides_has_it(file: Path) -> None:
+    environment = {"DIFFUSION_PIPELINE_STAGES": "x"}
+    with pytest.raises(ConfigError, match=r"^DIFFUSION_PIPELINE_STAGES='x' \(the environment\): expected an integer"):
+        load_config(file, environment=environment)
+    with pytest.raises(ConfigError, match=r"^pipeline_parallel_size='y' \(an argument\): expected an integer"):
+        load_config(file, environment=environment, pipeline_parallel_size="y")
 
 
 def test_a_missing_file_is_said(tmp_path: Path) -> None:
@@ -144,7 +189,7 @@ def test_a_missing_file_is_said(tmp_path: Path) -> None:
         ),
         ({"DIT_PIPELINING_BLOCKS": "["}, r"DIT_PIPELINING_BLOCKS is '\[', which YAML cannot read"),
         ({"DIFFUSION_PARALLELISM_STRATEGY": "all"}, r"DIFFUSION_PARALLELISM_STRATEGY='all' \(the environment\)"),
-        ({"DIFFUSION_PIPELINE_STAGES": "0"}, "pipeline_parallel_size=0"),
+        ({"DIFFUSION_PIPELINE_STAGES": "0"}, r"^DIFFUSION_PIPELINE_STAGES=0 \(the environment\): expected"),
     ],
 )
 def test_what_the_environment_gets_wrong_is_said(environment: dict[str, str], message: str) -> None:

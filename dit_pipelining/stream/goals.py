@@ -51,7 +51,8 @@ def load_goals(path: str | Path | None = None, *, environment: Mapping[str, str]
         ConfigError: the file cannot be read, or a value cannot be used.
     """
     found: dict[str, Any] = {}
-    for key, (value, told) in stream_settings(path, environment=environment).items():
+    settings = stream_settings(path, environment=environment)
+    for key, (value, told) in settings.items():
         name = key.removeprefix("slo.")
         if name == "adaptive_steps":
             if not isinstance(value, bool):
@@ -64,5 +65,6 @@ def load_goals(path: str | Path | None = None, *, environment: Mapping[str, str]
         found[name] = value
     goals = StreamGoals(**found)
     if goals.adaptive_steps and goals.target_fps is None and goals.max_ttff_ms is None:
-        raise ConfigError("slo.adaptive_steps needs slo.target_fps or slo.max_ttff_ms: something to adapt to.")
+        told = settings["slo.adaptive_steps"][1]
+        raise ConfigError(f"{told} needs slo.target_fps or slo.max_ttff_ms: something to adapt to.")
     return goals

@@ -55,7 +55,7 @@ def test_the_environment_beats_the_file(tmp_path: Path) -> None:
         ("stream_batch_steps: 0", r"stream_batch_steps=0 \(.*config.yaml\): expected a number of noise levels"),
         ("slo: {target_fps: fast}", "slo.target_fps='fast' .*: expected a number above 0"),
         ("slo: {adaptive_steps: 1}", "slo.adaptive_steps=1 .*: expected true or false"),
-        ("slo: {adaptive_steps: true}", "something to adapt to"),
+        ("slo: {adaptive_steps: true}", r"slo.adaptive_steps=True \(.*config.yaml\) needs .*: something to adapt to"),
         ("slo: {fps: 1}", "the key 'slo.fps' of .* is not known"),
     ],
 )
