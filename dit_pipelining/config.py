@@ -10,6 +10,7 @@ from dit_pipelining.config_checks import (
     check_contradictions,
     check_partitioner,
     check_positive,
+    command_for,
     early_counts_check,
     hsdp_sizes,
 )
@@ -220,8 +221,8 @@ class ParallelConfig:
                 copies > 1 and not rest
             )
             raise WorldSizeError(
-                f"this launch has {counted(world_size, 'rank')}, but {spelt} needs {self.world_size}. Launch with `torchrun "
-                f"--nproc-per-node {self.world_size}` or change the sizes{hint}."
+                f"this launch has {counted(world_size, 'rank')}, but {spelt} needs {self.world_size}. Start them "
+                f"with `{command_for(self.world_size)}` or change the sizes{hint}."
             )
 
     @property

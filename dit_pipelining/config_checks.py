@@ -1,5 +1,6 @@
 """Checks of the fields of a ParallelConfig that need more than a line."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,9 @@ from partitioners import PARTITIONERS, WrongNumberOfCountsError, counts_from_env
 from partitioners.errors import ARGUMENT
 from partitioners.explicit import ENVIRONMENT
 from partitioners.partition import check_counts
+
+LAUNCH_RUN = "launch-"
+"""How the ids of runs begin that `launch` starts in torchrun's place."""
 
 _MOVES = "blocks are moved by what one pipeline measures, but here several must move alike"
 CONTRADICTIONS: Mapping[str, Mapping[str, str]] = {
@@ -104,6 +108,12 @@ def integer_in(environment: Mapping[str, str], name: str, default: int) -> int:
             "torchrun."
         )
     return int(text)
+
+
+def command_for(processes: int) -> str:
+    """How to start as many processes in the way in which this one was started."""
+    by_launch = os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(LAUNCH_RUN)
+    return f"launch(..., nproc={processes})" if by_launch else f"torchrun --nproc-per-node {processes}"
 
 
 def check_positive(name: str, value: object) -> None:

@@ -261,7 +261,7 @@ class Guard:
                 if lost == LOST_BEATS and heard[0][0].left:
                     return
                 if lost == LOST_BEATS:
-                    self._trip(Failure(0, f"the store of the launch is gone, and with it rank 0 or torchrun ({error})"))
+                    self._trip(Failure(0, f"the store is gone, and with it rank 0 or what launched it ({error})"))
                 continue
             now = time.monotonic()
             heard = [old if old[0] == beat else (beat, now) for old, beat in zip(heard, beats, strict=True)]

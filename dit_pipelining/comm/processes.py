@@ -12,7 +12,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from dit_pipelining.config_checks import check_positive
+from dit_pipelining.config_checks import LAUNCH_RUN, check_positive
 from dit_pipelining.errors import ConfigError, RemoteRankError
 
 
@@ -65,7 +65,7 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int, start_method: s
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
+        run_id=f"{LAUNCH_RUN}{uuid.uuid4().hex}",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,

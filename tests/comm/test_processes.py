@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dit_pipelining import launch
+from dit_pipelining import ParallelConfig, launch
 from dit_pipelining.errors import ConfigError, RemoteRankError
 
 
@@ -34,6 +34,18 @@ def test_what_a_rank_raises_is_raised_here() -> None:
     first, *traceback = str(caught.value).splitlines()
     assert re.fullmatch(r"rank \d failed: ValueError: a factor of nothing", first)
     assert any("in sum_of_ranks" in line for line in traceback)
+
+
+def needs_three() -> None:
+    ParallelConfig(pipeline_parallel_size=3).check_world_size(int(os.environ["WORLD_SIZE"]))
+
+
+def test_too_few_processes_are_told_how_many_to_launch() -> None:
+    with pytest.raises(
+        RemoteRankError, match=r"has 2 ranks, but .* Start them with `launch\(\.\.\., nproc=3\)`"
+    ) as caught:
+        launch(needs_three, nproc=2)
+    assert "torchrun" not in str(caught.value)
 
 
 def test_a_script_that_its_ranks_would_run_again_is_told_so(tmp_path: Path) -> None:
