@@ -1,5 +1,6 @@
 """The HTTP server in front of two ranks."""
 
+import asyncio
 import base64
 import io
 import json
@@ -11,15 +12,19 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import http_server
 import pytest
 from PIL import Image
+from starlette.requests import Request
+from starlette.types import Message, Receive
 
+from dit_pipelining.errors import QueueFullError
 from tests import checkpoints
 
 ROOT = Path(__file__).parents[2]
@@ -99,12 +104,73 @@ def test_twenty_clients_at_once_get_what_each_gets_alone(server: Server) -> None
         ({"prompt": "a", "guidance_scale": float("nan")}, "guidance_scale=nan"),
         (b"\xff", "not JSON"),
         ({"prompt": "a", "negative_prompt": "b", "num_frames": 4}, "num_frames"),
+        (b"", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"prompt=a&n=1", "not JSON"),
+        (b'{"prompt": "a", "\\ud800": 1}', "unknown fields '\\ud800'"),
+        ({"prompt": None}, "prompt=None"),
+        ({"prompt": "a", "n": 10**6}, "n=1000000: from 1 to 16"),
+        ({"prompt": "a", "n": 2.0}, "n=2.0"),
+        ({"prompt": "a", "num_inference_steps": -1}, "num_inference_steps=-1"),
+        ({"prompt": "a", "size": "1\u0666x16"}, "WIDTHxHEIGHT"),
+        ({"prompt": "a", "size": "16384x16384"}, "width=16384 x height=16384 are more than the 100000000 pixels"),
     ],
 )
 def test_a_request_that_cannot_be_is_told_why(server: Server, body: Any, reason: str) -> None:
     status, text = server.post(body)
     assert status == 400
     assert reason in json.loads(text)["error"]["message"]
+
+
+def test_a_body_that_is_too_long_is_told_so(server: Server) -> None:
+    status, text = server.post({"prompt": "a" * 5_000_000})
+    assert status == 413
+    assert "at most 1048576" in json.loads(text)["error"]["message"]
+
+
+def test_an_answer_is_cancelled_when_its_client_goes() -> None:
+    async def leaves() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def stays() -> Message:
+        return await asyncio.Future()
+
+    async def answered(receive: Receive, answer: Coroutine[Any, Any, Any]) -> Any:
+        return await http_server.unless_client_goes(Request({"type": "http"}, receive), answer)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(answered(leaves, stays()))
+    assert asyncio.run(answered(stays, asyncio.sleep(0, "an image"))) == "an image"
+
+
+def test_images_that_the_queue_took_are_cancelled_when_it_is_full_for_the_rest() -> None:
+    class Queue:
+        taken: ClassVar[list[Future[Any]]] = []
+
+        def submit(self, **_: Any) -> Future[Any]:
+            if len(self.taken) == 2:
+                raise QueueFullError("the queue is full")
+            self.taken.append(Future())
+            return self.taken[-1]
+
+    queue: Any = Queue()
+    with pytest.raises(http_server.RefusedError, match="the queue is full") as refused:
+        http_server.submit(queue, {"n": 3}, {"prompt": "a"})
+    assert refused.value.status == 429
+    assert [future.cancelled() for future in queue.taken] == [True, True]
+
+
+def test_what_a_request_meets_by_itself_is_told_to_its_client() -> None:
+    class Queue:
+        def submit(self, **_: Any) -> Future[Any]:
+            future: Future[Any] = Future()
+            future.set_exception(RuntimeError("out of memory"))
+            return future
+
+    queue: Any = Queue()
+    with pytest.raises(http_server.RefusedError, match="RuntimeError: out of memory") as refused:
+        asyncio.run(http_server.result(queue, {}, {"prompt": "a"}))
+    assert refused.value.status == 500
 
 
 def test_steps_are_sent_as_they_are_done(server: Server) -> None:
@@ -125,6 +191,7 @@ def test_another_method_or_path_is_a_4xx(server: Server) -> None:
         with pytest.raises(urllib.error.HTTPError) as error:
             urllib.request.urlopen(f"{server.address}/{path}", timeout=20)
         assert error.value.code == expected
+        assert f"/{path}: " in json.loads(error.value.read())["error"]["message"]
 
 
 def test_it_is_healthy_and_finishes_what_it_has_when_it_is_told_to_end(server: Server) -> None:

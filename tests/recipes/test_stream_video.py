@@ -83,7 +83,9 @@ def test_the_environment_says_how_many_levels_are_in_flight(monkeypatch: pytest.
     monkeypatch.setenv("DIFFUSION_STREAM_BATCH_STEPS", "2")
     assert stream_video.spec_of(args, stream_video.goals_of(args)).levels == (1.0, 0.6)
     monkeypatch.setenv("DIFFUSION_STREAM_BATCH_STEPS", "5")
-    with pytest.raises(ConfigError, match="DIFFUSION_STREAM_BATCH_STEPS=5 .*: name as many noise levels with --levels"):
+    with pytest.raises(
+        ConfigError, match=r"DIFFUSION_STREAM_BATCH_STEPS=5 .*: name as many noise levels with --levels"
+    ):
         stream_video.spec_of(args, stream_video.goals_of(args))
 
 
