@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from dit_pipelining.config_checks import (
     check_contradictions,
@@ -131,6 +131,9 @@ class ParallelConfig:
     component_ranks: Mapping[str, int | Literal["all"]] | None = None
     output_ranks: Literal["all"] | Sequence[int] = "all"
 
+    told: ClassVar[Mapping[str, str]] = {}
+    """What an error calls fields that a file or the environment gave, such as `pipeline_stages=2 (config.yaml)`."""
+
     def __post_init__(self) -> None:
         check_types(self)
         for name in (*DIMENSIONS.values(), "microbatches", "vae_patch_parallel_size"):
@@ -254,8 +257,8 @@ class ParallelConfig:
         for name in self.component_ranks or {}:
             if name not in names:
                 raise ConfigError(
-                    f"component_ranks names {name!r}; the components of this pipeline that can lie on one rank are "
-                    f"{', '.join(map(repr, names)) or 'none'}."
+                    f"component_ranks={self.component_ranks!r} names {name!r}; the components of this pipeline "
+                    f"that can lie on one rank are {', '.join(map(repr, names)) or 'none'}."
                 )
 
     def check_components(self, names: Iterable[str]) -> None:
@@ -268,8 +271,8 @@ class ParallelConfig:
         unknown = [name for name in self.partition if name not in names] if isinstance(self.partition, Mapping) else []
         if unknown:
             raise ConfigError(
-                f"partition names {', '.join(map(repr, unknown))}, which this pipeline does not have; the transformers "
-                f"that are split are {', '.join(map(repr, names))}."
+                f"partition={self.partition!r} names {', '.join(map(repr, unknown))}, which this pipeline "
+                f"does not have; the transformers that are split are {', '.join(map(repr, names))}."
             )
 
     def check_counts(self, component: str, num_blocks: int) -> None:

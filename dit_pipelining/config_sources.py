@@ -19,7 +19,8 @@ These keys may lie under `diffusion` and `diffusion.parallelism`. In the environ
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 from math import prod
 from pathlib import Path
@@ -62,14 +63,14 @@ KEYS = (*FIELDS, "strategy", "block_partition", *OTHER_NAMES, *STREAM_KEYS)
 
 @dataclass(frozen=True)
 class _Source:
-    """Settings from one place: their keys, and what to call the place (and each key) in an error."""
+    """Settings from one place: their keys, and what to call the place (and each key) in an error; "": nothing."""
 
     name: str
     settings: Mapping[str, Any]
     known_as: Mapping[str, str]
 
     def of(self, key: str) -> str:
-        return f"{self.known_as.get(key, key)}={self.settings[key]!r} ({self.name})"
+        return f"{self.known_as.get(key, key)}={self.settings[key]!r}" + f" ({self.name})" * bool(self.name)
 
 
 def load_config(
@@ -92,11 +93,11 @@ def load_config(
             setting by its key, value and file (or variable).
         CountsError: a partition holds something else than one number of blocks per stage.
     """
-    sources = [_Source("a default", defaults or {}, {})]
+    sources = [_Source("", defaults or {}, {})]
     if path is not None:
         sources.append(_read_file(Path(path)))
     sources.append(_read_environment(environment))
-    sources.append(_Source("an argument", {key: value for key, value in arguments.items() if value is not None}, {}))
+    sources.append(_Source("", {key: value for key, value in arguments.items() if value is not None}, {}))
     for key in (*(defaults or {}), *arguments):
         if key not in KEYS:
             raise _unknown(f"the argument {key!r}", key, KEYS)
@@ -105,18 +106,40 @@ def load_config(
     for source in sources:
         own, keys = _as_fields(source)
         strategy = source.settings.get("strategy")
+        sizes: dict[str, Any] = {}
         if strategy == "auto" or (strategy == "pipeline" and SIZE not in merged):
-            merged[SIZE] = THE_REST  # unless somebody says more
+            sizes = {SIZE: THE_REST}  # unless somebody says more
         if strategy == "sequence":
-            merged |= {SIZE: 1, ULYSSES: THE_REST}
-        merged |= own
+            sizes = {SIZE: 1, ULYSSES: THE_REST}
+        merged |= sizes | own
+        told = {field: other for field, other in told.items() if field not in sizes}
         told |= {field: source.of(key) for field, key in keys.items()}
     try:
-        return ParallelConfig(**_counted(merged, environment))
-    except ConfigError as error:
-        raise ConfigError(_with_sources(str(error), merged, told)) from None
+        with _named({field: (merged[field], name) for field, name in told.items()}):
+            config = ParallelConfig(**_counted(merged, environment))
     except CountsError as error:
         raise type(error)(error.counts, told["partition"], *error.args[2:]) from None
+    object.__setattr__(config, "told", told)
+    return config
+
+
+def sources_named(config: ParallelConfig) -> AbstractContextManager[None]:
+    """A context whose ConfigErrors name the settings of a configuration by the file or variable that they are from."""
+    return _named({field: (getattr(config, field), name) for field, name in config.told.items()})
+
+
+@contextmanager
+def _named(settings: Mapping[str, tuple[Any, str]]) -> Iterator[None]:
+    """Let errors write each setting, given by field as its value and what to call it, as whoever gave it wrote it."""
+    try:
+        yield
+    except ConfigError as error:
+        message = str(error)
+        for field, (value, name) in settings.items():
+            setting = re.escape(f"{field}={value!r}")
+            message = name.join(re.split(rf"(?<!\w){setting}(?!\w|\.\d)", message))
+        error.args = (message,)
+        raise
 
 
 def _counted(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
@@ -131,14 +154,6 @@ def _counted(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dic
             taken = prod(counted[name] for name in others) * _replicas_for_shards(counted)
             counted[size] = max(processes // taken, 1)
     return counted
-
-
-def _with_sources(message: str, settings: Mapping[str, Any], told: Mapping[str, str]) -> str:
-    """The message of an error of ParallelConfig with each setting named as whoever gave it wrote it, and where."""
-    for field, source in told.items():
-        setting = re.escape(f"{field}={settings[field]!r}")
-        message = source.join(re.split(rf"(?<!\w){setting}(?!\w|\.\d)", message))
-    return message
 
 
 def _replicas_for_shards(settings: Mapping[str, Any]) -> int:

@@ -237,9 +237,9 @@ def test_a_wrong_sum_in_the_environment_names_the_variable(monkeypatch: pytest.M
 
 def test_a_partition_for_a_component_that_is_not_there_is_refused(folder: Path, two_ranks: ParallelConfig) -> None:
     config = ParallelConfig(pipeline_parallel_size=2, partition={"transfomer": "2,2"})
-    with pytest.raises(ConfigError, match=r"partition names 'transfomer'.*split are 'transformer'\."):
+    with pytest.raises(ConfigError, match=r"partition=.* names 'transfomer'.*split are 'transformer'\."):
         load_pipeline(folder, config)
-    with pytest.raises(ConfigError, match=r"partition names 'transfomer'.*split are 'transformer'\."):
+    with pytest.raises(ConfigError, match=r"partition=.* names 'transfomer'.*split are 'transformer'\."):
         parallelize(DiffusionPipeline.from_pretrained(folder), config)
 
 

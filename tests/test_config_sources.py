@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
-from dit_pipelining.api import ParallelConfig, load_config
-from dit_pipelining.errors import ConfigError
+from dit_pipelining.api import ParallelConfig, load_config, load_pipeline
+from dit_pipelining.config_sources import sources_named
+from dit_pipelining.errors import ConfigError, WorldSizeError
 from partitioners import CountsNotIntegersError, NegativeCountError, NoCountsError, WrongNumberOfCountsError
 from partitioners.errors import CountsError
+from tests import checkpoints
 
 
 @pytest.fixture
@@ -171,8 +173,33 @@ def test_a_setting_is_named_as_the_source_that_decides_has_it(file: Path) -> Non
     environment = {"DIFFUSION_PIPELINE_STAGES": "x"}
     with pytest.raises(ConfigError, match=r"^DIFFUSION_PIPELINE_STAGES='x' \(the environment\): expected an integer"):
         load_config(file, environment=environment)
-    with pytest.raises(ConfigError, match=r"^pipeline_parallel_size='y' \(an argument\): expected an integer"):
+    with pytest.raises(ConfigError, match=r"^pipeline_parallel_size='y': expected an integer"):
         load_config(file, environment=environment, pipeline_parallel_size="y")
+
+
+def test_a_size_that_a_strategy_makes_is_not_said_to_be_of_the_file(tmp_path: Path) -> None:
+    file, environment = written(tmp_path, "pipeline_stages: 2"), {"DIFFUSION_PARALLELISM_STRATEGY": "sequence"}
+    config = load_config(file, environment={**environment, "WORLD_SIZE": "2"})
+    with (
+        pytest.raises(WorldSizeError, match="pipeline_parallel_size=1 x ulysses_degree=2 needs 2"),
+        sources_named(config),
+    ):
+        config.check_world_size(3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("pipeline_stages: 3", "has 1 rank, but cfg_parallel_size=1 x pipeline_stages=3 FILE needs 3"),
+        ("partition: {transfomer: '4'}", r"partition=\{'transfomer': '4'\} FILE names 'transfomer'"),
+    ],
+)
+def test_what_does_not_fit_the_launch_or_the_model_is_named_by_the_file_too(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError, match=message.replace("FILE", rf"\({path}\)")):
+        load_pipeline(checkpoints.wan(tmp_path / "wan"), load_config(path, environment={}))
 
 
 def test_a_missing_file_is_said(tmp_path: Path) -> None:
