@@ -20,8 +20,9 @@ from dit_pipelining.config_sources import load_config, sources_named
 from dit_pipelining.costs.machine import RankChoice, machine
 from dit_pipelining.costs.plan import plan_cut
 from dit_pipelining.costs.timing import TimingChoice
-from dit_pipelining.errors import ConfigError, InputError
+from dit_pipelining.errors import ConfigError, InputError, ModelNotFoundError
 from dit_pipelining.lowering.split import SplitModel
+from dit_pipelining.planning.presets import published_like, refuse_preset
 from dit_pipelining.runtime.attach import adopt, rolling_of
 from dit_pipelining.runtime.loading import find_pipeline, load_split, load_whole
 from dit_pipelining.runtime.parallel import split_in_memory
@@ -159,8 +160,13 @@ def load_pipeline(
             f"dtype={dtype} and torch_dtype={torch_dtype} are two names of one argument; give one of them."
         )
     dtype = torch_dtype if dtype is None else dtype
+    refuse_preset(source)
     with sources_named(config), Launch(config) as launch:
-        files = find_pipeline(source, pipeline_class, dtype, variant, revision, components)
+        try:
+            files = find_pipeline(source, pipeline_class, dtype, variant, revision, components)
+        except ModelNotFoundError as error:
+            hint = "" if Path(source).exists() else published_like(source)
+            raise ModelNotFoundError(f"{error} {hint}".strip()) from None
         load = load_whole if config.world_size == 1 else load_split
         return load(files, config, launch)
 

@@ -59,6 +59,29 @@ def positive(text: str) -> int:
     return number
 
 
+def seconds(text: str) -> float:
+    """A time that something may take, for argparse."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return number
+
+
+def check_can_write(path: Path) -> None:
+    """Refuse a file that could not be written, before the work is done.
+
+    Raises:
+        ConfigError: its folder does not exist, or it is a folder itself.
+    """
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder {path.absolute().parent} to write {path.name} to.")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; give the name of a file.")
+
+
 def written(path: Path, content: str) -> None:
     """Write a file.
 

@@ -4,19 +4,60 @@ import inspect
 import logging
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
+from dit_pipelining.capture.capturing import CaptureCache
+from dit_pipelining.capture.graph import BlockGraph
+from dit_pipelining.capture.signature import bind
+from dit_pipelining.costs.plan import CutPlan
 from dit_pipelining.errors import USER_ERRORS, InputError
+from dit_pipelining.lowering.split import SplitModel
+from dit_pipelining.planning.inputs import build_inputs, with_dtype
 from dit_pipelining.planning.models import TransformerSpec
-from dit_pipelining.planning.weightless import transformer_class
+from dit_pipelining.planning.weightless import build_weightless, transformer_class
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A transformer without weights, and what it does in one call."""
+
+    model: nn.Module
+    captures: CaptureCache
+    graph: BlockGraph
+
+    def split(self, cut: CutPlan) -> SplitModel:
+        """Its stages."""
+        return SplitModel(self.model, self.captures, self.graph, cut.partition, cut=cut)
+
+
+def captured(spec: TransformerSpec, described: Mapping[str, Any], dtype: str) -> Captured:
+    """Build a transformer and capture one call, with its work counted.
+
+    Args:
+        spec: of the transformer.
+        described: its inputs, as `planning.inputs` describes them.
+        dtype: of its weights, by its name in torch.
+
+    Raises:
+        InputError: its own forward failed on the inputs.
+    """
+    with capturing(spec):
+        model = build_weightless(transformer_class(spec.model_class), spec.config, getattr(torch, dtype))
+        captures = CaptureCache(model, None, model.forward, count_work=True)
+        return Captured(
+            model, captures, captures.get(bind(model.forward, (), build_inputs(with_dtype(described, dtype))))
+        )
 
 
 @contextmanager
 def capturing(spec: TransformerSpec) -> Iterator[None]:
-    """Build and capture a model inside.
+    """Build and capture, or run, a model inside.
 
     Raises:
         InputError: its own forward failed on the inputs.

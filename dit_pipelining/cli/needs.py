@@ -1,4 +1,4 @@
-"""What a model needs of a machine, for `dit-pipelining doctor MODEL`: weights, activations of each rank, how many GPUs."""
+"""What a model needs of a machine, for `dit-pipelining doctor MODEL`: memory of each rank as `show` tells it, how many GPUs."""
 
 import math
 from collections.abc import Iterator
@@ -6,57 +6,83 @@ from dataclasses import replace
 
 import torch
 
-from dit_pipelining.cli.checks import BAD, GOOD, NOTE, Finding, gib
+from dit_pipelining.cli.checks import BAD, GOOD, NOTE, Finding
 from dit_pipelining.cli.study import Question, study
 from dit_pipelining.costs.devices import DEVICES, GIB
 from dit_pipelining.costs.machine import machine
+from dit_pipelining.lowering.names import data_size
+from dit_pipelining.planning.degrees import ALONE, Degrees
 from dit_pipelining.planning.memory import RankMemory
 from dit_pipelining.show.picture import Picture
-from partitioners import PartitionError, TooManyStagesError
+from partitioners import DoesNotFitError, PartitionError, TooManyStagesError
 
 SPARE_STAGES = 4
 """How many more stages than an even share of all weights asks for are tried: blocks are not divisible."""
 
-SMALLER = "a smaller --height, --width or --num-frames needs less"
-
 
 def needs(question: Question, kind: str | None = None) -> Iterator[Finding]:
-    """What a model needs in all, and how many GPUs of a kind.
+    """What a model needs in all, and of each rank.
 
     Args:
-        question: about the model; its number of stages and what it runs on do not matter.
+        question: about the model. Where its degrees name one rank, the smallest number of stages that fit is looked for;
+            what it runs on does not matter.
         kind: of the GPUs, as `costs.machine` describes them (`"rtx4090"`, `"24GB"`). Default: those of this machine, or
             each known kind where there are none.
 
     Raises:
-        SplitError: the model or the kind is not known.
+        SplitError: the model or the kind is not known, or the model cannot be spread by these degrees.
     """
-    whole = study(replace(question, stages=1))
+    whole = study(replace(question, degrees=ALONE, text_encoder_tp_size=1))
     (memory,) = whole.memory
-    beside = "" if whole.components_known else "; text encoders and VAE, which are not known, come on top"
-    parts = f"weights {gib(memory.weights)}, activations {gib(memory.activations)}"
-    parts += f", text encoders {gib(memory.encoders)}, VAE {gib(memory.vae)}" if whole.components_known else ""
-    yield Finding(f"{whole.model} needs", GOOD, f"{parts}{beside}", _size(whole))
+    parts = f"weights {data_size(memory.weights)}, activations {data_size(memory.activations)}"
+    has_components = memory.encoders or memory.vae
+    parts += f", encoders {data_size(memory.encoders)}, VAE {data_size(memory.vae)}" if has_components else ""
+    beside = f", without {whole.not_counted}" if whole.not_counted else ""
+    size = "" if whole.size is None else f"at {whole.size}, in {whole.dtype}"
+    yield Finding(f"{whole.model} needs", GOOD, f"{parts}{beside}", size)
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = f"{min(torch.cuda.mem_get_info(index)[1] for index in range(here)) / GIB:.1f}GB" if here else None
-    kinds = [kind or found] if kind or found else [name for name in DEVICES if name != "cpu"]
+    own = found if kind is None else kind
+    kinds = [name for name in DEVICES if name != "cpu"] if own is None else [own]
     alike: dict[Finding, list[str]] = {}
-    for own in kinds:
-        assert own is not None
-        picture = _on_fewest(question, own, memory)
-        alike.setdefault(_finding(picture, None if kind or not here else here), []).append(own)
+    for each in kinds:
+        picture = _on_fewest(question, each, memory) if question.degrees == ALONE else _as_asked(question, each)
+        finding = _too_small(whole) if picture is None else _each_rank(picture, question.degrees)
+        if kind is None and not here and finding.state == BAD:
+            finding = replace(finding, state=NOTE)  # about kinds that nobody asked for
+        if kind is None and here and picture is not None and picture.degrees.size > here:
+            finding = replace(finding, state=BAD, text=f"{finding.text}; here are {here}", hint=_smaller(whole))
+        alike.setdefault(finding, []).append(each)
     for finding, names in alike.items():
         yield replace(finding, what=f"GPUs ({', '.join(names)})")
 
 
-def _finding(picture: Picture | None, here: int | None) -> Finding:
-    if picture is None:
-        return Finding("", NOTE if here is None else BAD, "too small, however many there are", SMALLER)
-    number = len(picture.memory)
-    each = ", ".join(f"{gib(own.total)} (activations {own.activations / GIB:.1f})" for own in picture.memory)
-    if here is None or number <= here:
-        return Finding("", GOOD, f"{number}: {each}", f"pipeline_parallel_size={number}" if number > 1 else "")
-    return Finding("", BAD, f"{number}: {each}; here are {here}", SMALLER)
+def _each_rank(picture: Picture, asked: Degrees) -> Finding:
+    """What the ranks of each stage need."""
+    number, inside = picture.degrees.size, picture.degrees.inside
+    replicas = number // inside // picture.num_stages
+    ranks = "ranks" if inside > 1 else "rank"
+    each = ", ".join(
+        f"{ranks} {picture.ranks_of(stage)} {data_size(own.total)} (activations {data_size(own.activations)})"
+        for stage, own in enumerate(picture.memory)
+    )
+    text = f"{number}: {each}" + (f", the same in all {replicas} replicas" if replicas > 1 else "")
+    if short := max(picture.shortfalls):
+        return Finding("", BAD, f"{text}; {data_size(short)} too little", _smaller(picture))
+    return Finding("", GOOD, text, f"pipeline_parallel_size={number}" if asked == ALONE and number > 1 else "")
+
+
+def _too_small(whole: Picture) -> Finding:
+    return Finding("", BAD, "too small, however many there are", _smaller(whole))
+
+
+def _as_asked(question: Question, kind: str) -> Picture:
+    """The cut over these ranks; if it does not fit, the one that lacks least."""
+    asked = replace(question, ranks=kind)
+    try:
+        return study(asked)
+    except DoesNotFitError as error:
+        return study(replace(asked, partition=",".join(map(str, error.counts))))
 
 
 def _on_fewest(question: Question, kind: str, whole: RankMemory) -> Picture | None:
@@ -69,16 +95,18 @@ def _on_fewest(question: Question, kind: str, whole: RankMemory) -> Picture | No
     least = math.ceil(whole.weights / usable)
     for number in range(least, math.ceil((whole.total - whole.activations) / room) + SPARE_STAGES):
         try:
-            picture = study(replace(question, stages=number, ranks=kind, partitioner="vae-aware"))
+            picture = study(replace(question, degrees=Degrees(pipeline=number), ranks=kind))
         except TooManyStagesError:
             return None
         except PartitionError:
-            picture = None
-        if picture is not None and max(own.total for own in picture.memory) <= usable:
+            continue
+        if not any(picture.shortfalls):
             return picture
     return None
 
 
-def _size(picture: Picture) -> str:
-    size = picture.size
-    return "" if size is None else f"at {size.width}x{size.height}, {size.frames} frames, in {picture.dtype}"
+def _smaller(picture: Picture) -> str:
+    if picture.size is None:
+        return "smaller inputs need less"
+    is_video = picture.size.frames > 1
+    return f"a smaller {'--height, --width or --num-frames' if is_video else '--height or --width'} needs less"

@@ -7,22 +7,19 @@ import torch
 from torch import nn
 
 from dit_pipelining.capture.blocks import find_blocks
-from dit_pipelining.capture.capturing import CaptureCache
 from dit_pipelining.capture.graph import BlockGraph
-from dit_pipelining.capture.signature import bind
 from dit_pipelining.cli.arguments import DEFAULT_DEVICE, DEFAULT_STEPS
-from dit_pipelining.cli.capturing import capturing
+from dit_pipelining.cli.capturing import captured
 from dit_pipelining.costs.devices import DeviceProfile, find_device
 from dit_pipelining.errors import ConfigError
+from dit_pipelining.planning.beside import beside_model
 from dit_pipelining.planning.components import Components, components_of
 from dit_pipelining.planning.degrees import Divides
 from dit_pipelining.planning.guidance import step_calls
-from dit_pipelining.planning.inputs import build_inputs, with_dtype
 from dit_pipelining.planning.models import SizeRequest, find_model, model_inputs
 from dit_pipelining.planning.search import Search, search
 from dit_pipelining.planning.tiles import latents_of, tells_tiles, tile_sizes
 from dit_pipelining.planning.vae_profile import build_vae
-from dit_pipelining.planning.weightless import build_weightless, transformer_class
 from dit_pipelining.planning.work import ModelWork, model_work
 from dit_pipelining.sharding.sequence import shared_heads
 from dit_pipelining.sharding.sequence_plans import sequence_plan
@@ -78,31 +75,29 @@ def work_of(
     spec = model.transformers[0]
     calls = step_calls(guidance, spec.known, size.batch, replicas=1)
     described, made = model_inputs(model, spec, replace(size, batch=calls.batch))
-    beside = Components()
-    if model.source == "preset" and spec.known is not None and made is not None:
-        beside = components_of(spec.known, made, getattr(torch, dtype).itemsize, device, None)
-        vae = build_vae(model, getattr(torch, dtype)) if tells_tiles(spec.known.vae) else None
-        if vae is not None:
-            latents = latents_of(vae, spec.known.vae, made)
+    beside, known = Components(), beside_model(model)
+    if known is not None:
+        beside = components_of(known, made, getattr(torch, dtype).itemsize, device, None)
+        if known.vae is not None and known.decode is not None and tells_tiles(known.vae):
+            vae = build_vae(model, getattr(torch, dtype))
+            assert vae is not None
+            latents = latents_of(vae, known.vae, made)
             beside = replace(beside, latents=math.prod(latents), tiles=tile_sizes(vae, latents))
-    with capturing(spec):
-        transformer = build_weightless(transformer_class(spec.model_class), spec.config, getattr(torch, dtype))
-        captures = CaptureCache(transformer, None, transformer.forward, count_work=True)
-        graph = captures.get(bind(transformer.forward, (), build_inputs(with_dtype(described, dtype))))
-        return model_work(
-            graph,
-            transformer,
-            device,
-            divides=_divides(transformer, graph),
-            copies=len(spec.names),
-            calls=calls.calls,
-            batch=calls.batch,
-            steps=steps or (spec.known.defaults["steps"] if spec.known else DEFAULT_STEPS),
-            beside=beside,
-        )
+    own = captured(spec, described, dtype)
+    return model_work(
+        own.graph,
+        own.model,
+        device,
+        divides=divides_of(own.model, own.graph),
+        copies=len(spec.names),
+        calls=calls.calls,
+        batch=calls.batch,
+        steps=steps or (spec.known.defaults["steps"] if spec.known else DEFAULT_STEPS),
+        beside=beside,
+    )
 
 
-def _divides(model: nn.Module, graph: BlockGraph) -> Divides:
+def divides_of(model: nn.Module, graph: BlockGraph) -> Divides:
     """By what a model can be divided, asked of the code that divides it."""
     refusals = {}
     heads: int | None = None

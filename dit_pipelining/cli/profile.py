@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dit_pipelining.cli.arguments import add_model, add_size, asked_size
+from dit_pipelining.cli.arguments import add_model, add_size, asked_size, check_can_write
 from dit_pipelining.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,16 +30,19 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("MODEL is missing; give a preset, a folder or a config.json.")
     if args.output is None:
         raise ConfigError("--output is missing; say which file to write the profile to.")
-    if not args.output.absolute().parent.is_dir():
-        raise ConfigError(f"there is no folder {args.output.absolute().parent} to write {args.output.name} to.")
+    check_can_write(args.output)
     import torch
 
+    from dit_pipelining.cli.capturing import capturing
+    from dit_pipelining.planning.models import find_model
     from dit_pipelining.planning.profile import measure_model
 
     device = _device(args.device)
-    profile, problems = measure_model(
-        args.model, device, asked_size(args), args.inputs, getattr(torch, args.dtype), with_vae=not args.no_vae
-    )
+    model = find_model(args.model)
+    with capturing(model.transformers[0]):
+        profile, problems = measure_model(
+            model, device, asked_size(args), args.inputs, getattr(torch, args.dtype), with_vae=not args.no_vae
+        )
     profile.save(args.output)
     from dit_pipelining.show.profile_table import print_profile
 

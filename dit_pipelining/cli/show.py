@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # torch and diffusers are imported where they are needed, so that --help and --list answer at once.
-from dit_pipelining.cli.arguments import PIPED_WIDTH, add_model, add_size, asked_size, positive, written
+from dit_pipelining.cli.arguments import (
+    PIPED_WIDTH,
+    add_model,
+    add_size,
+    asked_size,
+    check_can_write,
+    positive,
+    written,
+)
+from dit_pipelining.cli.ranks import add_degrees, degrees_asked_for, given_degrees
 from dit_pipelining.config import SCHEDULES, TOPOLOGIES
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.planning.degrees import GOALS
@@ -26,13 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     add_model(parser)
     parser.add_argument("--list", action="store_true", help="list the presets")
-    parser.add_argument(
-        "--stages",
-        "--pipeline-parallel-size",
-        type=positive,
-        metavar="N",
-        help="number of pipeline stages",
-    )
+    add_degrees(parser)
     searching = parser.add_argument_group("or the best way to spread it over GPUs of one kind (--device)")
     searching.add_argument("--search", action="store_true", help="search the degrees of all dimensions; needs --gpus")
     searching.add_argument("--gpus", type=positive, metavar="N", help="number of GPUs")
@@ -70,14 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=sorted(GUIDANCE_MODES),
         help="guidance: none, a call for each branch, or both in a batch; default: as the model's pipeline does it",
     )
-    load.add_argument("--cfg-parallel-size", type=positive, default=1, metavar="R", help="replicas; default: 1")
-    load.add_argument(
-        "--text-encoder-tp-size",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="ranks that split text encoders; default: 1",
-    )
     load.add_argument("--schedule", choices=(*SCHEDULES, "sequential"), default="rolling", help="default: rolling")
     output = parser.add_argument_group("output beside the tables")
     output.add_argument(
@@ -105,18 +100,18 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.model is None:
         raise ConfigError("MODEL is missing; give a preset, a folder or a config.json, or --list to see the presets.")
+    for path in (args.json, args.svg, args.html, args.trace):
+        if path is not None:
+            check_can_write(path)
     if args.search:
         _search(args, console)
         return 0
     if args.gpus is not None:
         raise ConfigError(
-            "--gpus belongs to --search; without it, --stages and --cfg-parallel-size say how many ranks there are."
+            "--gpus belongs to --search; without it, --stages, --cfg-parallel-size, ... say how many ranks there are."
         )
-    if args.stages is None:
+    if args.pipeline_parallel_size is None:
         raise ConfigError("--stages is missing; say how many pipeline stages to cut the model into.")
-    for path in (args.json, args.svg, args.html, args.trace):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"there is no folder {path.absolute().parent} to write {path.name} to.")
     _show(args, console)
     return 0
 
@@ -125,18 +120,16 @@ def _search(args: argparse.Namespace, console: Any) -> None:
     if args.gpus is None:
         raise ConfigError("--gpus is missing; say over how many GPUs the model is to be spread.")
     chosen = {
-        "--stages": args.stages,
         "--partition": args.partition,
         "--compare": args.compare,
         "--ranks": args.ranks,
         "--profile": args.profile,
-        "--text-encoder-tp-size": args.text_encoder_tp_size > 1,
         "--inputs": args.inputs,
         "--svg": args.svg,
         "--html": args.html,
         "--trace": args.trace,
     }
-    if given := [flag for flag, value in chosen.items() if value]:
+    if given := [*given_degrees(args), *(flag for flag, value in chosen.items() if value)]:
         raise ConfigError(
             f"{', '.join(given)}: of no use to --search, which chooses the degrees. Show the best of them after it."
         )
@@ -169,7 +162,7 @@ def _show(args: argparse.Namespace, console: Any) -> None:
     picture = study(
         Question(
             model=args.model,
-            stages=args.stages,
+            degrees=degrees_asked_for(args),
             partitioner=args.partitioner,
             partition=args.partition,
             size=asked_size(args),
@@ -182,9 +175,8 @@ def _show(args: argparse.Namespace, console: Any) -> None:
             requests=args.requests,
             steps=args.steps,
             guidance=args.cfg,
-            replicas=args.cfg_parallel_size,
             schedule=args.schedule,
-            text_encoder_tp_size=args.text_encoder_tp_size,
+            text_encoder_tp_size=args.text_encoder_tp_size or 1,
             compare=args.compare,
         )
     )

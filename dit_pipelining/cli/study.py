@@ -1,5 +1,6 @@
 """From what was asked on the command line to the picture: capture once, cut as often as is to be compared."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,29 +9,33 @@ from typing import Any
 
 import torch
 
-from dit_pipelining.api import split_model
 from dit_pipelining.cli.arguments import DEFAULT_DEVICE, DEFAULT_STEPS
-from dit_pipelining.cli.capturing import capturing
+from dit_pipelining.cli.capturing import Captured, captured
+from dit_pipelining.cli.plan_search import divides_of
+from dit_pipelining.config_checks import early_counts_check
 from dit_pipelining.costs.devices import DeviceProfile, find_device
+from dit_pipelining.costs.inside import block_works, shared_inside
 from dit_pipelining.costs.machine import Machine, machine
 from dit_pipelining.costs.measured import MeasuredProfile, read_profile
+from dit_pipelining.costs.model_costs import model_costs
 from dit_pipelining.costs.plan import plan_cut
 from dit_pipelining.costs.timing import TimingChoice
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.lowering.report import report_split
-from dit_pipelining.lowering.split import SplitModel
+from dit_pipelining.planning.beside import Beside, beside_model
 from dit_pipelining.planning.components import Components, components_of
+from dit_pipelining.planning.degrees import ALONE, Degrees, problem_inside
 from dit_pipelining.planning.forecast import forecast
 from dit_pipelining.planning.guidance import step_calls
-from dit_pipelining.planning.inputs import build_inputs, read_inputs, with_dtype
+from dit_pipelining.planning.inputs import read_inputs
 from dit_pipelining.planning.memory import rank_memory
 from dit_pipelining.planning.models import ModelSpec, SizeRequest, TransformerSpec, find_model, model_inputs
 from dit_pipelining.planning.recipes import Size
 from dit_pipelining.planning.timeline import Load
-from dit_pipelining.planning.weightless import build_weightless, transformer_class
 from dit_pipelining.show.picture import Alternative, Picture, Target, alternative
-from partitioners import ENVIRONMENT_VARIABLE, Component, PartitionError
-from partitioners.errors import counted
+from partitioners import ENVIRONMENT_VARIABLE, Component, ModelCosts, PartitionError
+
+NO_VARIABLES: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +44,19 @@ class Question:
 
     Attributes:
         model: preset, folder or file.
-        stages: number of pipeline stages.
+        degrees: pipeline stages, and the ranks that share them or run them again.
         partitioner, partition: what decides where to cut; the counts beat the partitioner.
         size: of what is generated.
         inputs: file that describes the inputs instead.
         dtype: of the weights, by its name in torch.
         device, ranks, topology, profile: what it is cut for, as in `ParallelConfig`; `device` stands for all ranks.
-        requests, steps, guidance, replicas, schedule: what is run.
+        requests, steps, guidance, schedule: what is run.
         text_encoder_tp_size: ranks over which text encoders are split.
         compare: partitioners to compare with.
     """
 
     model: str
-    stages: int
+    degrees: Degrees = ALONE
     partitioner: str = "balanced"
     partition: str | None = None
     size: SizeRequest = field(default_factory=SizeRequest)
@@ -64,7 +69,6 @@ class Question:
     requests: int = 1
     steps: int | None = None
     guidance: str | None = None
-    replicas: int = 1
     schedule: str = "rolling"
     text_encoder_tp_size: int = 1
     compare: tuple[str, ...] = ()
@@ -72,7 +76,7 @@ class Question:
     @property
     def asked_ranks(self) -> str | None:
         """What the ranks are, where that was asked for: it limits their memory."""
-        return self.ranks or self.device
+        return self.device if self.ranks is None else self.ranks
 
 
 @dataclass(frozen=True)
@@ -81,16 +85,16 @@ class _Setting:
 
     question: Question
     model: ModelSpec
-    profile: TimingChoice | None
     machine: Machine
     target: Target
     load: Load
     size: Size | None
     beside: Components
+    not_counted: str
 
     @property
     def components(self) -> tuple[Component, ...]:
-        return self.beside.for_partitioner(self.load.steps * self.load.calls_per_step, self.question.stages)
+        return self.beside.for_partitioner(self.load.steps * self.load.calls_per_step, self.question.degrees)
 
 
 def study(question: Question) -> Picture:
@@ -105,25 +109,31 @@ def study(question: Question) -> Picture:
         raise ConfigError(
             "--inputs describes the batch of a call: describe both branches there, without --cfg batched."
         )
+    degrees = question.degrees
+    early_counts_check(question.partition, degrees.pipeline)
     model = find_model(question.model)
     profile = _profile(question)
     machine, target = _machine(question, profile)
     known = model.transformers[0].known
-    calls = step_calls(question.guidance, known, question.size.batch, question.replicas)
+    calls = step_calls(question.guidance, known, question.size.batch, degrees.cfg)
     load = Load(
-        requests=question.requests,
+        requests=math.ceil(question.requests / degrees.data),
         steps=question.steps or (known.defaults["steps"] if known else DEFAULT_STEPS),
         calls_per_step=calls.calls,
-        replicas=question.replicas,
+        replicas=degrees.cfg,
         schedule=question.schedule,
     )
     inputs = [_inputs(question, model, spec, calls.batch) for spec in model.transformers]
     size = inputs[0][1]
-    beside = _components(question, model, size, target.devices[-1], machine)
-    setting = _Setting(question, model, profile, machine, target, load, size, beside)
-    splits = [_split(setting, spec, described) for spec, (described, _) in zip(model.transformers, inputs, strict=True)]
-    alternatives = tuple(_alternative(setting, name, splits) for name in question.compare)
-    return replace(_picture(setting, splits, _decided_by(question)), alternatives=alternatives)
+    known_beside = beside_model(model)
+    beside = _components(question, known_beside, size, target.devices[-1], machine)
+    setting = _Setting(question, model, machine, target, load, size, beside, _not_counted(known_beside, size))
+    specs = zip(model.transformers, inputs, strict=True)
+    models = [captured(spec, described, question.dtype) for spec, (described, _) in specs]
+    costs = [_costs(setting, own) for own in models]
+    picture = _picture(setting, models, costs, question.partitioner, question.partition, os.environ)
+    alternatives = tuple(_alternative(setting, models, costs, name) for name in question.compare)
+    return replace(picture, decided_by=_decided_by(question), alternatives=alternatives)
 
 
 def _profile(question: Question) -> TimingChoice | None:
@@ -132,14 +142,14 @@ def _profile(question: Question) -> TimingChoice | None:
         raise ConfigError("--device and --ranks both say what the ranks are; give one of them.")
     if question.profile is not None:
         return read_profile(question.profile)
-    return None if question.asked_ranks else find_device(DEFAULT_DEVICE)
+    return find_device(DEFAULT_DEVICE) if question.asked_ranks is None else None
 
 
 def _machine(question: Question, profile: TimingChoice | None) -> tuple[Machine, Target]:
     """The machine to cut for, and how it is shown. Where no device was named, memory does not limit the cut."""
     measured = profile if isinstance(profile, MeasuredProfile) else None
     usual = _usual_device(question, measured)
-    found = machine(question.stages, question.asked_ranks, profile, question.topology)
+    found = machine(question.degrees.pipeline, question.asked_ranks, profile, question.topology)
     devices = tuple(rank.device or usual for rank in found.ranks)
     limits = (rank.memory_bytes or device.usable_bytes for rank, device in zip(found.ranks, devices, strict=True))
     links = (device.link(question.topology) for device in devices[:-1])
@@ -167,22 +177,17 @@ def _inputs(
         return read_inputs(question.inputs), None
     asked = question.size if batch == 1 and question.size.batch is None else replace(question.size, batch=batch)
     described, size = model_inputs(model, spec, asked)
-    return with_dtype(described, question.dtype), size
+    return described, size
 
 
 def _components(
-    question: Question, model: ModelSpec, size: Size | None, device: DeviceProfile, machine: Machine
+    question: Question, known: Beside | None, size: Size | None, device: DeviceProfile, machine: Machine
 ) -> Components:
-    known, parts = model.transformers[0].known, question.text_encoder_tp_size
-    ranks = question.stages * question.replicas
-    if parts > ranks:
-        raise ConfigError(
-            f"--text-encoder-tp-size {parts}: {counted(ranks, 'rank')} at most can run a call together; use {ranks} or less."
-        )
-    if model.source != "preset" or known is None or size is None:
+    parts = question.text_encoder_tp_size
+    if known is None:
         if parts > 1:
             raise ConfigError(
-                f"--text-encoder-tp-size {parts}: text encoders are known for presets at a size only; leave it out."
+                f"--text-encoder-tp-size {parts}: a transformer alone has no text encoders; leave it out."
             )
         return Components()
     measured = machine.timing if isinstance(machine.timing, MeasuredProfile) else None
@@ -190,56 +195,76 @@ def _components(
     return components_of(known, size, itemsize, device, measured, encoder_parts=parts, topology=question.topology)
 
 
-def _split(setting: _Setting, spec: TransformerSpec, described: Mapping[str, Any]) -> SplitModel:
-    question = setting.question
-    with capturing(spec):
-        model = build_weightless(transformer_class(spec.model_class), spec.config, getattr(torch, question.dtype))
-        return split_model(
-            model,
-            question.stages,
-            build_inputs(described),
-            partitioner=question.partitioner,
-            counts=question.partition,
-            ranks=question.asked_ranks,
-            profile=setting.profile,
-            topology=question.topology,
-            components=setting.components,
+def _not_counted(known: Beside | None, size: Size | None) -> str:
+    """What is left out of memory and time, in words."""
+    if known is None:
+        return "encoders and VAE, which are not known"
+    missing = [f"{', '.join(known.missing)}, of which the folder has no config.json"] if known.missing else []
+    decode = (
+        ["decoding, which is not known"] if known.vae is not None and (size is None or known.decode is None) else []
+    )
+    return "; ".join(missing + decode)
+
+
+def _costs(setting: _Setting, own: Captured) -> ModelCosts:
+    """Costs of a call on each of the ranks that share the stages."""
+    degrees = setting.question.degrees
+    costs = model_costs(own.graph, own.model, setting.machine.timing)
+    if degrees.inside == degrees.shards == 1:
+        return costs
+    if problem := problem_inside(degrees, divides_of(own.model, own.graph)):
+        raise ConfigError(f"{degrees.flags()}: {problem}.")
+    device = setting.target.devices[0]
+    works = block_works(own.graph, own.model, costs, device)
+    return shared_inside(costs, works, degrees, degrees.shards, device.link(setting.question.topology))
+
+
+def _picture(
+    setting: _Setting,
+    models: Sequence[Captured],
+    costs: Sequence[ModelCosts],
+    partitioner: str,
+    counts: str | None = None,
+    environment: Mapping[str, str] = NO_VARIABLES,
+) -> Picture:
+    """Cut the captured models, and look at what that gives."""
+    question, specs, degrees = setting.question, setting.model.transformers, setting.question.degrees
+    splits = [
+        own.split(
+            plan_cut(
+                own.graph, own.model, setting.machine, partitioner, counts, setting.components, environment, costs=cost
+            )
         )
-
-
-def _picture(setting: _Setting, splits: Sequence[SplitModel], decided_by: str) -> Picture:
-    question, specs = setting.question, setting.model.transformers
+        for own, cost in zip(models, costs, strict=True)
+    ]
     timelines = tuple(
-        forecast(split, setting.target.devices, question.topology, setting.load, setting.beside) for split in splits
+        forecast(split, setting.target.devices, question.topology, setting.load, setting.beside, degrees)
+        for split in splits
     )
     numbers = [len(spec.names) for spec in specs]
     return Picture(
         model=setting.model.name,
         source=setting.model.source,
-        decided_by=decided_by,
+        decided_by=partitioner,
         size=setting.size,
         dtype=question.dtype,
         target=setting.target,
         reports=tuple(
-            report_split(split, spec.names, split.cut.costs if split.cut else None)
-            for split, spec in zip(splits, specs, strict=True)
+            report_split(split, spec.names, cost) for split, spec, cost in zip(splits, specs, costs, strict=True)
         ),
         timelines=timelines,
-        memory=rank_memory(list(zip(splits, numbers, strict=True)), timelines[0].workload, setting.beside),
-        components_known=setting.beside != Components(),
+        memory=rank_memory(list(zip(splits, numbers, strict=True)), timelines[0].workload, setting.beside, degrees),
+        not_counted=setting.not_counted,
+        degrees=degrees,
     )
 
 
-def _alternative(setting: _Setting, name: str, splits: Sequence[SplitModel]) -> Alternative:
+def _alternative(setting: _Setting, models: Sequence[Captured], costs: Sequence[ModelCosts], name: str) -> Alternative:
     """Cut the captured models in another way."""
     try:
-        cuts = [
-            plan_cut(split.graph, split.model, setting.machine, name, None, setting.components, environment={})
-            for split in splits
-        ]
+        return alternative(_picture(setting, models, costs, name))
     except PartitionError as error:
         return Alternative(name, problem=str(error))
-    return alternative(_picture(setting, [split.cut_again(cut) for split, cut in zip(splits, cuts, strict=True)], name))
 
 
 def _decided_by(question: Question) -> str:

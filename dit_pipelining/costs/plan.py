@@ -12,7 +12,6 @@ from dit_pipelining.costs.machine import Machine, Rank
 from dit_pipelining.costs.measured import MeasuredProfile
 from dit_pipelining.costs.model_costs import model_costs
 from dit_pipelining.costs.roofline import Roofline
-from dit_pipelining.costs.sharded import sharded_over
 from partitioners import (
     Component,
     ModelCosts,
@@ -52,7 +51,7 @@ def plan_cut(
     counts: Sequence[int] | str | None = None,
     components: Sequence[Component] = (),
     environment: Mapping[str, str] = os.environ,
-    shards: int = 1,
+    costs: ModelCosts | None = None,
 ) -> CutPlan:
     """Choose where to cut.
 
@@ -67,14 +66,13 @@ def plan_cut(
         counts: blocks per stage, where they were given.
         components: text encoders and VAE.
         environment: where to look for VLLM_PP_LAYER_PARTITION.
-        shards: ranks over which the weights of each block are sharded.
+        costs: of the model on each rank, where several share a stage. Default: of the whole model, by the machine's timing.
 
     Raises:
         PartitionError: the model cannot be cut like this, or does not fit.
         ConfigError: the machine's profile is of another model.
     """
-    costs = sharded_over(model_costs(graph, model, machine.timing), shards)
-    costs = replace(costs, components=tuple(components))
+    costs = replace(costs or model_costs(graph, model, machine.timing), components=tuple(components))
     ranks = [_rank_spec(rank, machine, graph, model) for rank in machine.ranks]
     if partitioner == "vae-aware" and counts is None and counts_from_environment(environment) is None:
         placement = place(costs, ranks)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from dit_pipelining.costs.devices import HALF_PRECISION_BYTES, DeviceProfile
 from dit_pipelining.costs.measured import MeasuredProfile
-from dit_pipelining.planning.presets import Preset
+from dit_pipelining.planning.beside import Beside
+from dit_pipelining.planning.degrees import Degrees
 from dit_pipelining.planning.recipes import Size
 from dit_pipelining.planning.text_encoders import split_encoders, sums_seconds
 from dit_pipelining.sharding.tile_ranks import assign_tiles
@@ -57,12 +58,12 @@ class Components:
         part = self.split_bytes // self.encoder_parts if place < self.encoder_parts else 0
         return part + (self.encoder_bytes - self.split_bytes if place == 0 else 0)
 
-    def for_partitioner(self, calls: int, stages: int) -> tuple[Component, ...]:
+    def for_partitioner(self, calls: int, degrees: Degrees) -> tuple[Component, ...]:
         """Encoders on the first rank and the VAE on the last, unless they are better elsewhere; parts stay where they are.
 
         Args:
             calls: of the transformer in one request, over which the seconds are spread.
-            stages: of a replica.
+            degrees: how many stages a replica has, and how many ranks share each.
         """
         encode = self.encode_seconds / calls
         found = [
@@ -72,15 +73,16 @@ class Components:
             Component("vae", self.decode_seconds / calls, self.vae_bytes + self.decode_bytes, preferred_rank=-1),
         ]
         found += [
-            Component(f"text_encoder, part {place + 1}", encode, self.encoder_bytes_at(place), rank=place)
-            for place in range(1, min(self.encoder_parts, stages))
+            Component(f"text_encoder, stage {stage}", encode, held, rank=stage)
+            for stage in range(1, degrees.pipeline)
+            if self.encoder_parts > 1 and (held := self.encoder_bytes_at(stage * degrees.inside))
         ]
         return tuple(component for component in found if component.bytes or component.seconds)
 
 
 def components_of(
-    known: Preset,
-    size: Size,
+    known: Beside,
+    size: Size | None,
     itemsize: int,
     device: DeviceProfile,
     measured: MeasuredProfile | None,
@@ -88,14 +90,14 @@ def components_of(
     encoder_parts: int = 1,
     topology: str = "auto",
 ) -> Components:
-    """Bytes and seconds of a known model's components.
+    """Bytes and seconds of a model's components.
 
     Seconds that were not measured come from counted operations: arithmetic and memory traffic one after the other, at the
     shares of the device's peak rates that `DeviceProfile` assumes.
 
     Args:
-        known: the model.
-        size: of what is generated.
+        known: of the components.
+        size: of what is generated; None: not known, then decoding is left out.
         itemsize: bytes of an element of the weights.
         device: that runs them.
         measured: seconds that were measured, where they were.
@@ -106,30 +108,31 @@ def components_of(
         ConfigError: a text encoder cannot be split like that.
     """
     rate, bandwidth = device.usable_flops_per_second(itemsize), device.usable_memory_bytes_per_second
-    defaults = (known.defaults["height"], known.defaults["width"], known.defaults["frames"])
-    pixels = size.height * size.width * size.frames
-    scale = pixels / math.prod(defaults)
-    work = known.vae["decode"]
-    encoders = sum(encoder["parameters"] for encoder in known.text_encoders)
-    prompts = known.guidance["calls_per_step"] * known.guidance["batch_per_call"]
-    tokens = known.text.get("seq_len", 0) * prompts
-    decode = scale * (work["flops"] / rate + work["bytes"] * itemsize / HALF_PRECISION_BYTES / bandwidth)
-    encode = max(2 * encoders * tokens / rate, encoders * itemsize / bandwidth)
+    parameters = sum(encoder.parameters for encoder in known.encoders)
+    held = parameters * itemsize + sum(encoder.stored_bytes for encoder in known.encoders)
+    encode = max(2 * parameters * known.tokens / rate, held / bandwidth)
+    decode, peak = 0.0, 0
+    if size is not None and known.decode is not None:
+        work, pixels, wider = known.decode, size.height * size.width * size.frames, itemsize / HALF_PRECISION_BYTES
+        scale = pixels / work.pixels
+        decode = scale * (work.flops / rate + work.bytes * wider / bandwidth)
+        peak = round(work.peak_bytes * wider * scale)
+        if measured is not None:
+            decode = measured.vae_seconds(pixels)[1] or decode
     if measured is not None:
-        decode = measured.vae_seconds(pixels)[1] or decode
         encode = measured.text_encode_seconds or encode
     split = 0
     if encoder_parts > 1:
-        in_parts = split_encoders(known, encoder_parts)
-        split = sum(encoder["parameters"] for encoder in in_parts)
-        encode *= (split / encoder_parts + encoders - split) / encoders
-        encode += sums_seconds(in_parts, encoder_parts, tokens, itemsize, device.link(topology))
+        in_parts = split_encoders(known.name, known.encoders, encoder_parts)
+        split = sum(encoder.parameters for encoder in in_parts) * itemsize
+        encode *= (split / encoder_parts + held - split) / held
+        encode += sums_seconds(in_parts, encoder_parts, known.tokens, itemsize, device.link(topology))
     return Components(
-        encoder_bytes=encoders * itemsize,
-        vae_bytes=known.vae["parameters"] * itemsize,
-        decode_bytes=round(work["peak_bytes"] * itemsize / HALF_PRECISION_BYTES * scale),
+        encoder_bytes=held,
+        vae_bytes=known.vae_parameters * itemsize,
+        decode_bytes=peak,
         encode_seconds=encode,
         decode_seconds=decode,
-        split_bytes=split * itemsize,
+        split_bytes=split,
         encoder_parts=encoder_parts,
     )

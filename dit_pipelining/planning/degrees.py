@@ -25,6 +25,11 @@ class Degrees(Layout):
     tiles: int = 1
     uneven: bool = False
 
+    @property
+    def inside(self) -> int:
+        """Ranks of a replica that share each stage."""
+        return self.sequence * self.tensor
+
     def flags(self) -> str:
         """As flags of the recipes; a dimension of one rank is left out."""
         given = [f"{FLAGS[own.name]} {value}" for own in fields(self) if (value := getattr(self, own.name)) > 1]
@@ -35,6 +40,10 @@ class Degrees(Layout):
         return (
             " x ".join(f"{own.name}{value}" for own in fields(self) if (value := getattr(self, own.name)) > 1) or "one"
         )
+
+
+ALONE = Degrees()
+"""No rank shares anything with others."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,17 @@ def problem_of(degrees: Degrees, *, divides: Divides, blocks: int, calls: int) -
         blocks: calls of blocks of its main chain.
         calls: of the transformer per step, with guidance cut into its branches.
     """
+    if problem := problem_inside(degrees, divides):
+        return problem
+    if degrees.pipeline > blocks:
+        return f"{degrees.pipeline} stages are more than {counted(blocks, 'block')}"
+    if degrees.cfg > calls:
+        return f"{degrees.cfg} replicas have {calls} call(s) a step to share"
+    return ""
+
+
+def problem_inside(degrees: Degrees, divides: Divides) -> str:
+    """Why the blocks of a model cannot be shared like this inside a stage; empty: they can."""
     refusals = dict(divides.refusals)
     if degrees.sequence > 1 and "sequence" in refusals:
         return refusals["sequence"]
@@ -95,10 +115,6 @@ def problem_of(degrees: Degrees, *, divides: Divides, blocks: int, calls: int) -
     divided = degrees.ulysses * degrees.tensor
     if degrees.ulysses > 1 and (divides.heads is None or divides.heads % divided):
         return f"{divides.heads} heads do not divide by ulysses x tensor = {divided}"
-    if degrees.pipeline > blocks:
-        return f"{degrees.pipeline} stages are more than {counted(blocks, 'block')}"
-    if degrees.cfg > calls:
-        return f"{degrees.cfg} replicas have {calls} call(s) a step to share"
     return ""
 
 

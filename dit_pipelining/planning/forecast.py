@@ -7,12 +7,18 @@ from dit_pipelining.capture.nodes import value_bytes
 from dit_pipelining.costs.devices import DeviceProfile, Link
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.planning.components import Components
+from dit_pipelining.planning.degrees import ALONE, Degrees
 from dit_pipelining.planning.simulation import simulate
 from dit_pipelining.planning.timeline import Load, Timeline, Workload
 
 
 def forecast(
-    split: SplitModel, devices: Sequence[DeviceProfile], topology: str, load: Load, beside: Components
+    split: SplitModel,
+    devices: Sequence[DeviceProfile],
+    topology: str,
+    load: Load,
+    beside: Components,
+    degrees: Degrees = ALONE,
 ) -> Timeline:
     """Predict a run.
 
@@ -22,6 +28,7 @@ def forecast(
         topology: of the links between them.
         load: what is to be run.
         beside: the components, on the ranks that the cut gives them.
+        degrees: how ranks share the stages; those that share the tokens of a call pass their parts on.
     """
     cut = split.cut
     assert cut is not None
@@ -31,14 +38,14 @@ def forecast(
         Workload(
             stage_seconds=tuple(cut.partition.compute_seconds(cut.costs, cut.ranks)),
             transfer_seconds=tuple(
-                transfer_seconds(link, [value.bytes for value in crossing])
+                transfer_seconds(link, [value.bytes / degrees.sequence for value in crossing])
                 for link, crossing in zip(links, split.boundaries, strict=False)
             ),
             boundary_tensors=tuple(len(crossing) for crossing in split.boundaries),
             result_seconds=result_seconds(links[-1], results, split.num_stages * load.replicas),
             encode_seconds=beside.encode_seconds,
             encode_rank=cut.owners.get("text_encoder", 0),
-            encode_parts=beside.encoder_parts,
+            encode_parts=math.ceil(beside.encoder_parts / degrees.inside),
             decode_seconds=beside.decode_seconds,
             decode_rank=cut.owners.get("vae", split.num_stages - 1),
             **vars(load),

@@ -1,15 +1,16 @@
 """Bytes that each rank needs, by what they are for."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-import torch
-from torch import nn
-
 from dit_pipelining.capture.nodes import value_bytes
 from dit_pipelining.comm.peer_channels import SLOTS
+from dit_pipelining.costs.inside import held_bytes
 from dit_pipelining.lowering.split import SplitModel
+from dit_pipelining.lowering.stage import StageModule
 from dit_pipelining.planning.components import Components
+from dit_pipelining.planning.degrees import ALONE, Degrees
 from dit_pipelining.planning.timeline import Workload
 
 
@@ -43,46 +44,64 @@ MEMORY_KINDS = tuple(field.name for field in fields(RankMemory))
 
 
 def rank_memory(
-    splits: Sequence[tuple[SplitModel, int]], workload: Workload, beside: Components
+    splits: Sequence[tuple[SplitModel, int]],
+    workload: Workload,
+    beside: Components,
+    degrees: Degrees = ALONE,
 ) -> tuple[RankMemory, ...]:
-    """Memory of each rank of a replica.
+    """Memory of the ranks of each stage of a replica: where they differ, of the fullest.
 
     Args:
         splits: the transformers that differ, each with the number of those that are like it. They run one after the other,
-            so that they share activations and buffers.
+            so that they share activations and buffers. Their cuts are planned for what a rank computes and holds.
         workload: the schedule, and who encodes and decodes.
         beside: the components, on the ranks that the first cut gives them.
+        degrees: how ranks share the stages.
     """
-    return tuple(_rank(rank, splits, workload, beside) for rank in range(workload.num_stages))
+    held = [_weights(split, degrees) for split, _ in splits]
+    return tuple(_rank(rank, splits, held, workload, beside, degrees) for rank in range(workload.num_stages))
 
 
-def _rank(rank: int, splits: Sequence[tuple[SplitModel, int]], workload: Workload, beside: Components) -> RankMemory:
+def _rank(
+    rank: int,
+    splits: Sequence[tuple[SplitModel, int]],
+    weights: Sequence[Sequence[tuple[int, int]]],
+    workload: Workload,
+    beside: Components,
+    degrees: Degrees,
+) -> RankMemory:
     decodes = workload.decode_rank is None or rank == workload.decode_rank % workload.num_ranks
     held, copied, activations, buffers = 0, 0, beside.decode_bytes if decodes else 0, 0
-    for split, number in splits:
-        own, copies = _weights(split, rank)
+    for (split, number), stages in zip(splits, weights, strict=True):
+        own, copies = stages[rank]
         held += own * number
         copied += copies * number
         activations = max(activations, _activations(split, rank))
-        buffers = max(buffers, _buffers(split, rank, workload))
+        buffers = max(buffers, _buffers(split, rank, workload, degrees.sequence))
     encoders = (
         beside.encoder_bytes
         if workload.encode_rank is None
-        else beside.encoder_bytes_at((rank - workload.encode_rank) % workload.num_ranks)
+        else beside.encoder_bytes_at((rank - workload.encode_rank) % workload.num_ranks * degrees.inside)
     )
     return RankMemory(held, copied, activations, buffers, encoders, beside.vae_bytes if decodes else 0)
 
 
-def _weights(split: SplitModel, rank: int) -> tuple[int, int]:
-    """Bytes of parameters and buffers of a stage: of those that no stage before it holds, and of the others."""
-    before = {id(tensor) for stage in split.stages[:rank] for tensor in _tensors(stage)}
-    sizes = {id(tensor): tensor.numel() * tensor.element_size() for tensor in _tensors(split.stages[rank])}
-    copies = sum(size for key, size in sizes.items() if key in before)
-    return sum(sizes.values()) - copies, copies
+def _weights(split: SplitModel, degrees: Degrees) -> list[tuple[int, int]]:
+    """Bytes of parameters and buffers of each stage: of those that no stage before it holds, and of the others."""
+    sizes = held_bytes(split.model, degrees, degrees.shards)
+    before: set[int] = set()
+    found = []
+    for stage in split.stages:
+        tensors = _tensors(stage)
+        own = sum(sizes[name] for key, name in tensors.items() if key not in before)
+        found.append((math.ceil(own), math.ceil(sum(sizes[name] for name in tensors.values()) - own)))
+        before |= tensors.keys()
+    return found
 
 
-def _tensors(stage: nn.Module) -> list[torch.Tensor]:
-    return [*stage.parameters(), *stage.buffers()]
+def _tensors(stage: StageModule) -> dict[int, str]:
+    """Names of a stage's parameters and buffers; one of several names of a tensor that has more."""
+    return {id(tensor): name for name, tensor in (*stage.named_parameters(), *stage.named_buffers())}
 
 
 def _activations(split: SplitModel, rank: int) -> int:
@@ -91,8 +110,9 @@ def _activations(split: SplitModel, rank: int) -> int:
     return max((cost.activation_bytes for cost in work), default=0)
 
 
-def _buffers(split: SplitModel, rank: int, workload: Workload) -> int:
-    crossing = [sum(value.bytes for value in values) for values in split.boundaries]
+def _buffers(split: SplitModel, rank: int, workload: Workload, parts: int) -> int:
+    """Of a rank that has one of so many parts of what crosses between stages."""
+    crossing = [math.ceil(sum(value.bytes for value in values) / parts) for values in split.boundaries]
     received = crossing[rank - 1] if rank else 0
     results = sum(value_bytes(node) for node in split.graph.output_nodes)
     is_last = rank == split.num_stages - 1

@@ -48,6 +48,7 @@ class ModelSpec:
         transformers: those that are alike in one entry.
         vae: pixels (`spatial`) and frames (`temporal`) per latent, where they are known.
         expand_timesteps: whether every token has a timestep of its own; None where the model does not say.
+        folder: of the pipeline, where there is one.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ModelSpec:
     transformers: tuple[TransformerSpec, ...]
     vae: Mapping[str, int] = field(default_factory=dict)
     expand_timesteps: bool | None = None
+    folder: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def find_model(name: str) -> ModelSpec:
     try:
         found = preset(name)
     except ModelNotFoundError:
-        if not path.exists():
+        if not name or not path.exists():
             raise ModelNotFoundError(f"{name!r} is no preset, folder or config file; {near_matches(name)}.") from None
     else:
         spec = TransformerSpec(found.components, found.model_class, found.config, found)
@@ -102,6 +104,8 @@ def find_model(name: str) -> ModelSpec:
     if path.name == "model_index.json":
         path = path.parent
     if path.is_file():
+        if path.suffix != ".json":
+            raise ModelNotFoundError(f"{name} is no JSON file; give the folder of a pipeline or of a transformer.")
         spec = _transformer(path, path.stem if path.stem != "config" else "transformer")
         return ModelSpec(name, "config", (spec,))
     if (path / "model_index.json").is_file():
@@ -121,7 +125,7 @@ def model_inputs(model: ModelSpec, spec: TransformerSpec, asked: SizeRequest) ->
         InputError: no recipe is known for the class, or the model cannot do this size.
     """
     if model.source == "preset" and asked.is_empty and spec.known:
-        return dict(spec.known.inputs), _default_size(spec.known)
+        return dict(spec.known.inputs), default_size(spec.known)
     family = FAMILIES.get(spec.model_class)
     if family is None or spec.known is None:
         raise InputError(
@@ -130,7 +134,7 @@ def model_inputs(model: ModelSpec, spec: TransformerSpec, asked: SizeRequest) ->
         )
     vae = {**{name: spec.known.vae[name] for name in ("spatial", "temporal")}, **model.vae}
     config = spec.full_config
-    size = _default_size(spec.known)
+    size = default_size(spec.known)
     if asked.frames is not None and asked.frames > 1 and size.frames == 1:
         raise InputError(f"{spec.model_class} makes images; {asked.frames} frames cannot be asked of it.")
     if model.source != "preset":
@@ -140,22 +144,23 @@ def model_inputs(model: ModelSpec, spec: TransformerSpec, asked: SizeRequest) ->
     return describe_inputs(family, family.call(config, vae, size, spec.known.text, expand)), size
 
 
-def _default_size(known: Preset) -> Size:
+def default_size(known: Preset) -> Size:
+    """What a model makes by default."""
     return Size(known.defaults["height"], known.defaults["width"], known.defaults["frames"])
 
 
 def _pipeline(name: str, folder: Path) -> ModelSpec:
-    index = _read_json(folder / "model_index.json")
+    index = read_json(folder / "model_index.json")
     names = transformer_classes(index)
     found = [_transformer(folder / key / "config.json", key) for key in names]
     vae_config = folder / "vae" / "config.json"
-    vae = _vae_factors(_read_json(vae_config)) if vae_config.is_file() else {}
+    vae = vae_factors(read_json(vae_config)) if vae_config.is_file() else {}
     expand = bool(index.get("expand_timesteps", False))
-    return ModelSpec(name, "pipeline", tuple(_merge_alike(found)), vae, expand)
+    return ModelSpec(name, "pipeline", tuple(_merge_alike(found)), vae, expand, folder)
 
 
 def _transformer(file: Path, name: str) -> TransformerSpec:
-    config = _read_json(file)
+    config = read_json(file)
     model_class = config.get("_class_name")
     if not isinstance(model_class, str):
         raise ConfigError(f"{file} does not name its class; expected an entry _class_name, as diffusers writes it.")
@@ -175,7 +180,13 @@ def _merge_alike(found: list[TransformerSpec]) -> list[TransformerSpec]:
     return merged
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ModelNotFoundError: it is missing.
+        ConfigError: it holds something else.
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -187,7 +198,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _vae_factors(config: Mapping[str, Any]) -> dict[str, int]:
+def vae_factors(config: Mapping[str, Any]) -> dict[str, int]:
     """Pixels and frames per latent, as pipelines read them from a VAE's config."""
     spatial = config.get("scale_factor_spatial") or config.get("spatial_compression_ratio")
     if spatial is None and config.get("_class_name") in (
@@ -204,16 +215,17 @@ def _vae_factors(config: Mapping[str, Any]) -> dict[str, int]:
 def _nearest(model_class: str, config: Mapping[str, Any]) -> Preset | None:
     """The preset of the same class that agrees with the config in most fields."""
     defaults = class_defaults(transformer_class(model_class))
-    plain = _plain({**defaults, **config})
+    plain = plain_config({**defaults, **config})
 
     def agreement(candidate: Preset) -> int:
-        other = _plain({**defaults, **candidate.config})
+        other = plain_config({**defaults, **candidate.config})
         return sum(plain.get(name) == value for name, value in other.items())
 
     return max(presets_of(model_class), key=agreement, default=None)
 
 
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as JSON would give it back."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in config.items()}
 
 

@@ -6,10 +6,11 @@ else was computed from the class, or recorded from the diffusers pipeline at its
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from dit_pipelining.errors import ModelNotFoundError
@@ -98,9 +99,38 @@ def presets_of(model_class: str) -> list[Preset]:
 
 def near_matches(name: str) -> str:
     """Half a sentence that says which presets are meant, perhaps."""
-    near = difflib.get_close_matches(name.lower(), preset_names(), n=3, cutoff=0.5)
+    near = _alike(name, preset_names())
     known = "`dit-pipelining show --list` shows all presets"
     return f"did you mean {' or '.join(near)}? {known}" if near else known
+
+
+def refuse_preset(source: str | Path) -> None:
+    """Refuse a preset's name where weights are asked for; a folder of that name is none.
+
+    Raises:
+        ModelNotFoundError: it is one; says where its weights are.
+    """
+    name = str(source).lower()
+    if name in preset_names() and not Path(source).exists():
+        raise ModelNotFoundError(
+            f"{str(source)!r} is a preset: a description for `dit-pipelining show`, without weights. Its weights are published "
+            f"as {_load(name).hf_repo!r}; give that id, or the folder that they have been downloaded to."
+        )
+
+
+def published_like(source: str | Path) -> str:
+    """A question that names the hub ids of presets that are meant, perhaps; empty if there are none."""
+    by_id = {_load(name).hf_repo.lower(): _load(name).hf_repo for name in preset_names()}
+    near = [_load(name).hf_repo for name in _alike(str(source), preset_names())]
+    near = [by_id[key] for key in _alike(str(source), list(by_id))] or near
+    return f"Did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def _alike(name: str, known: Sequence[str]) -> list[str]:
+    """Up to three names that are written like this one, or else hold it."""
+    key = name.lower()
+    near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+    return near or [other for other in known if key and key in other][:3]
 
 
 @cache

@@ -9,7 +9,7 @@ import torch
 from dit_pipelining.costs.measured import MeasuredProfile
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.planning.inputs import build_inputs, read_inputs, with_dtype
-from dit_pipelining.planning.models import ModelSpec, SizeRequest, TransformerSpec, find_model, model_inputs
+from dit_pipelining.planning.models import ModelSpec, SizeRequest, TransformerSpec, model_inputs
 from dit_pipelining.planning.profiling import measure_parts, random_inputs
 from dit_pipelining.planning.recipes import Size
 from dit_pipelining.planning.vae_profile import build_vae, measure_vae
@@ -17,7 +17,7 @@ from dit_pipelining.planning.weightless import build_weightless, transformer_cla
 
 
 def measure_model(
-    name: str,
+    model: ModelSpec,
     device: torch.device,
     asked: SizeRequest,
     inputs: Path | None = None,
@@ -27,7 +27,7 @@ def measure_model(
     """Measure a model's parts.
 
     Args:
-        name: preset, folder or config file, as `find_model` takes it.
+        model: from `find_model`.
         device: that is measured.
         asked: size of what is generated.
         inputs: file that describes the inputs of one call instead.
@@ -42,7 +42,6 @@ def measure_model(
     """
     if inputs is not None and not asked.is_empty:
         raise ConfigError("--inputs describes the inputs, and so their size; leave out either it or the sizes.")
-    model = find_model(name)
     spec = model.transformers[0]
     written = str(dtype).removeprefix("torch.")
     size: Size | None = None

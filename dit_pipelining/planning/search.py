@@ -1,17 +1,10 @@
 """Search for the best way to spread a model over a number of equal GPUs.
 
-[Note: what a way costs]
-Blocks: sequence parallelism divides all of a block's work, tensor parallelism its matrix products and attention only: norms
-and sums run whole on each of its ranks. Each block then waits for what its dimensions send (`costs/collectives.py`), on
-hidden states that sequence parallelism has divided; HSDP gathers the next block's weights while one computes, so the slower
-of both counts. The glue before and after the blocks is not divided. The pipeline is cut by `balanced` for these costs, and a
-run is simulated as `show` simulates it. The text encoders work as on one rank. Tiles of the VAE go to ranks as at a run, and
-take the share of the seconds of a decode without tiles that their latents have; tiles overlap, so two ranks need not be
-faster than one without tiles.
-
-Memory: tensor parallelism and HSDP divide the weights of blocks; HSDP holds two blocks whole. Sequence parallelism divides
-activations and what crosses between stages; tensor parallelism neither. Components lie on the first and the last stage; the
-VAE on every rank that computes tiles of it, whose activations are then those of the largest tile.
+What ranks share inside a stage is told in [Note: what a way costs] of `costs/inside.py`. The pipeline is cut by `balanced` for
+these costs, and a run is simulated as `show` simulates it. The text encoders work as on one rank. Tiles of the VAE go to
+ranks as at a run, and take the share of the seconds of a decode without tiles that their latents have; tiles overlap, so two
+ranks need not be faster than one without tiles. Components lie on the first and the last stage; the VAE on every rank that
+computes tiles of it, whose activations are then those of the largest tile.
 """
 
 import math
@@ -19,14 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from dit_pipelining.comm.peer_channels import SLOTS
-from dit_pipelining.costs.collectives import hsdp_seconds, ring_seconds, tensor_seconds, ulysses_seconds
 from dit_pipelining.costs.devices import DeviceProfile, Link
-from dit_pipelining.costs.sharded import held_when_sharded
+from dit_pipelining.costs.inside import BlockWork, shared_inside
 from dit_pipelining.planning.degrees import Degrees, every_way, problem_of
 from dit_pipelining.planning.forecast import result_seconds, transfer_seconds
 from dit_pipelining.planning.simulation import simulate
 from dit_pipelining.planning.timeline import Workload
-from dit_pipelining.planning.work import BlockWork, ModelWork
+from dit_pipelining.planning.work import ModelWork
 from dit_pipelining.sharding.teams import team_of
 from partitioners import BlockCost, DoesNotFitError, ModelCosts, RankSpec, balanced
 
@@ -116,27 +108,17 @@ ORDERS: dict[str, Callable[[Way], tuple[float, ...]]] = {
 
 
 def sharded_costs(work: ModelWork, degrees: Degrees, link: Link) -> ModelCosts:
-    """Costs of a call on the ranks of one line; see [Note: what a way costs]."""
+    """Costs of a call on the ranks of one line."""
     scale = _samples(work, degrees) / work.batch
-    blocks = []
-    for block in work.blocks:
-        compute, sending = _block_seconds(block, degrees, link, scale)
-        whole = block.weights / degrees.tensor
-        gather = _gather_seconds(block, degrees, link)
-        kept, gathered = held_when_sharded(whole, degrees.shards)
-        blocks.append(
-            BlockCost(
-                seconds=max(compute + sum(sending.values()), gather),
-                parameter_bytes=math.ceil(kept * work.copies),
-                activation_bytes=math.ceil(block.activations * scale / degrees.sequence + gathered),
-                boundary_bytes=math.ceil(block.hidden * scale / degrees.sequence),
-            )
-        )
-    return ModelCosts(
-        tuple(blocks),
-        prologue=_scaled(work.prologue, scale, degrees, work.copies),
-        epilogue=_scaled(work.epilogue, scale, degrees, work.copies),
+    works = [_scaled_work(block, scale) for block in work.blocks]
+    whole = ModelCosts(
+        tuple(BlockCost(0.0, activation_bytes=own.activations, boundary_bytes=own.hidden) for own in works),
+        prologue=_scaled(work.prologue, scale, work.copies),
+        epilogue=_scaled(work.epilogue, scale, work.copies),
     )
+    costs = shared_inside(whole, works, degrees, degrees.shards, link)
+    held = (replace(cost, parameter_bytes=cost.parameter_bytes * work.copies) for cost in costs.blocks)
+    return replace(costs, blocks=tuple(held))
 
 
 def _way(work: ModelWork, degrees: Degrees, device: DeviceProfile, link: Link) -> Way:
@@ -203,31 +185,15 @@ def _stages_with_tiles(degrees: Degrees) -> set[int]:
     return {degrees.coordinates(rank)["pipeline"] for rank in team.compute}
 
 
-def _block_seconds(block: BlockWork, degrees: Degrees, link: Link, scale: float) -> tuple[float, dict[str, float]]:
-    """What a block computes, and what it waits for, by dimension."""
-    hidden = block.hidden * scale
-    compute = scale * (block.matrix_seconds / degrees.tensor + block.other_seconds) / degrees.sequence
-    return compute, {
-        "ulysses": ulysses_seconds(hidden / degrees.ring / degrees.tensor, degrees.ulysses, link),
-        "ring": ring_seconds(hidden / degrees.ulysses / degrees.tensor, degrees.ring, link),
-        "tensor": tensor_seconds(hidden / degrees.sequence, degrees.tensor, link, block.reductions),
-    }
-
-
-def _gather_seconds(block: BlockWork, degrees: Degrees, link: Link) -> float:
-    """Seconds until HSDP has a block's weights whole."""
-    return hsdp_seconds(block.weights / degrees.tensor, degrees.shards, link)
-
-
 def _sums(work: ModelWork, degrees: Degrees, link: Link) -> tuple[float, dict[str, float]]:
     """What all of a call computes, and what it waits for, by dimension."""
     scale = _samples(work, degrees) / work.batch
     total: dict[str, float] = {}
     computing = scale * (work.prologue.seconds + work.epilogue.seconds)
     for block in work.blocks:
-        compute, sending = _block_seconds(block, degrees, link, scale)
+        compute, sending = _scaled_work(block, scale).seconds(degrees, link)
         computing += compute
-        gather = _gather_seconds(block, degrees, link)
+        gather = block.gather_seconds(degrees, degrees.shards, link)
         sending["hsdp"] = max(gather - compute - sum(sending.values()), 0.0)
         for name, value in sending.items():
             total[name] = total.get(name, 0.0) + value
@@ -239,12 +205,22 @@ def _samples(work: ModelWork, degrees: Degrees) -> int:
     return work.batch // math.gcd(work.batch, degrees.cfg)
 
 
-def _scaled(glue: BlockCost, scale: float, degrees: Degrees, copies: int) -> BlockCost:
+def _scaled_work(block: BlockWork, scale: float) -> BlockWork:
+    return replace(
+        block,
+        matrix_seconds=block.matrix_seconds * scale,
+        other_seconds=block.other_seconds * scale,
+        activations=math.ceil(block.activations * scale),
+        hidden=math.ceil(block.hidden * scale),
+    )
+
+
+def _scaled(glue: BlockCost, scale: float, copies: int) -> BlockCost:
     return BlockCost(
         seconds=glue.seconds * scale,
         parameter_bytes=glue.parameter_bytes * copies,
         activation_bytes=math.ceil(glue.activation_bytes * scale),
-        boundary_bytes=math.ceil(glue.boundary_bytes * scale / degrees.sequence),
+        boundary_bytes=math.ceil(glue.boundary_bytes * scale),
     )
 
 

@@ -1,18 +1,19 @@
-"""What splitting the text encoders of known models over ranks asks of them: heads, layers, widths."""
+"""What splitting text encoders over ranks asks of them: heads, layers, widths."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import transformers
 
 from dit_pipelining.costs.collectives import tensor_seconds
 from dit_pipelining.costs.devices import Link
 from dit_pipelining.errors import ConfigError
-from dit_pipelining.planning.presets import Preset
+from dit_pipelining.sharding.text_plans import is_text_encoder, text_plan
 
 
 @dataclass(frozen=True)
 class EncoderShape:
-    """A published text encoder.
+    """What splitting a text encoder asks of it.
 
     Attributes:
         layers: of its language part.
@@ -23,6 +24,23 @@ class EncoderShape:
     layers: int
     width: int
     heads: int
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A text or image encoder.
+
+    Attributes:
+        name: of the model, or of the component.
+        parameters: that are loaded in the dtype that was asked for.
+        stored_bytes: of weights that stay as they are stored, quantised.
+        shape: None: it stays whole.
+    """
+
+    name: str
+    parameters: int
+    stored_bytes: int = 0
+    shape: EncoderShape | None = None
 
 
 SHAPES: Mapping[str, EncoderShape] = {
@@ -46,27 +64,44 @@ SHAPES: Mapping[str, EncoderShape] = {
 """By the name of the model in a preset; from the models' configurations. Encoders of images are not here: they stay whole."""
 
 
-def split_encoders(known: Preset, parts: int) -> list[Mapping[str, Any]]:
+def shape_of(model: transformers.PreTrainedModel) -> EncoderShape | None:
+    """What splitting an encoder asks of it, with weights or without; None where it cannot be split."""
+    if not is_text_encoder(type(model)):
+        return None
+    try:
+        plan = text_plan(model, "text_encoder_tp_size")
+    except ConfigError:
+        return None
+    config = model.config.get_text_config()
+    return EncoderShape(config.num_hidden_layers, config.hidden_size, plan.sizes()[-1])
+
+
+def split_encoders(name: str, encoders: Sequence[Encoder], parts: int) -> list[Encoder]:
     """The encoders of a model that `text_encoder_tp_size` splits.
+
+    Args:
+        name: of the model, for messages.
+        encoders: all of them.
+        parts: number of ranks.
 
     Raises:
         ConfigError: there are none, or one cannot be split over so many ranks; says which sizes work.
     """
-    split = [encoder for encoder in known.text_encoders if encoder["model"] in SHAPES]
+    split = [encoder for encoder in encoders if encoder.shape is not None]
     if not split:
-        raise ConfigError(f"text_encoder_tp_size={parts}: {known.name} has no text encoder that can be split.")
+        raise ConfigError(f"text_encoder_tp_size={parts}: {name} has no text encoder that can be split.")
     for encoder in split:
-        heads = SHAPES[encoder["model"]].heads
+        heads = encoder.shape.heads if encoder.shape is not None else 1
         if heads % parts:
             sizes = [size for size in range(1, heads + 1) if heads % size == 0]
             raise ConfigError(
-                f"text_encoder_tp_size={parts} does not divide the heads of {known.name}'s text encoder {encoder['model']}. "
+                f"text_encoder_tp_size={parts} does not divide the heads of {name}'s text encoder {encoder.name}. "
                 f"Sizes that work: {', '.join(map(str, sizes))}."
             )
     return split
 
 
-def sums_seconds(encoders: list[Mapping[str, Any]], parts: int, tokens: int, itemsize: int, link: Link) -> float:
+def sums_seconds(encoders: Sequence[Encoder], parts: int, tokens: int, itemsize: int, link: Link) -> float:
     """Seconds of the sums over ranks in one call of each encoder, two in each layer.
 
     Args:
@@ -76,5 +111,5 @@ def sums_seconds(encoders: list[Mapping[str, Any]], parts: int, tokens: int, ite
         itemsize: bytes of an element of the hidden states.
         link: between the ranks.
     """
-    shapes = [SHAPES[encoder["model"]] for encoder in encoders]
+    shapes = [own.shape for own in encoders if own.shape is not None]
     return sum(own.layers * tensor_seconds(tokens * own.width * itemsize, parts, link) for own in shapes)

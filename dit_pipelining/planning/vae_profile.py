@@ -1,14 +1,12 @@
 """Measure the VAE of a pipeline: one encode and one decode, with random weights."""
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from dit_pipelining.planning.models import ModelSpec
+from dit_pipelining.planning.models import ModelSpec, read_json
 from dit_pipelining.planning.recipes import Size
 from dit_pipelining.planning.stopwatch import median_seconds
 from dit_pipelining.weights.empty import empty_model
@@ -58,8 +56,8 @@ def _class_and_config(model: ModelSpec) -> tuple[str, Mapping[str, Any]] | None:
     known = model.transformers[0].known
     if model.source == "preset" and known is not None:
         return known.vae["class"], known.vae["config"]
-    file = Path(model.name) / "vae" / "config.json"
-    if not file.is_file():
+    file = model.folder / "vae" / "config.json" if model.folder is not None else None
+    if file is None or not file.is_file():
         return None
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = read_json(file)
     return config["_class_name"], {key: value for key, value in config.items() if not key.startswith("_")}

@@ -7,31 +7,12 @@ from torch import nn
 from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.nodes import value_bytes
 from dit_pipelining.costs.devices import DeviceProfile
-from dit_pipelining.costs.model_costs import model_costs, sections
+from dit_pipelining.costs.inside import BlockWork, block_works
+from dit_pipelining.costs.model_costs import model_costs
 from dit_pipelining.costs.roofline import Roofline
 from dit_pipelining.planning.components import Components
 from dit_pipelining.planning.degrees import Divides
 from partitioners import BlockCost
-
-
-@dataclass(frozen=True)
-class BlockWork:
-    """One call of a block on one GPU.
-
-    Attributes:
-        matrix_seconds: of matrix products, convolutions and attention.
-        other_seconds: of everything else.
-        weights, activations: bytes.
-        hidden: bytes of the hidden states that leave it.
-        reductions: sums over the ranks of tensor parallelism.
-    """
-
-    matrix_seconds: float
-    other_seconds: float
-    weights: int
-    activations: int
-    hidden: int
-    reductions: int = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,38 +51,12 @@ def model_work(graph: BlockGraph, model: nn.Module, device: DeviceProfile, **fac
         device: the GPU.
         facts: `divides`, `copies`, `calls`, `batch`, `steps`, `beside` of `ModelWork`.
     """
-    timing = Roofline(device)
-    costs = model_costs(graph, model, timing)
-    _, *parts, _ = sections(graph, model)
-    hidden = max([costs.prologue.boundary_bytes, *(cost.boundary_bytes for cost in costs.blocks)])
-    blocks = []
-    for node, part, cost in zip(graph.blocks, parts, costs.blocks, strict=True):
-        other = sum(
-            timing.operation_seconds(operation) * count
-            for operation, count in part.operations.items()
-            if not operation.flops
-        )
-        blocks.append(
-            BlockWork(
-                matrix_seconds=max(cost.seconds - other, 0.0),
-                other_seconds=min(other, cost.seconds),
-                weights=cost.parameter_bytes,
-                activations=cost.activation_bytes,
-                hidden=cost.boundary_bytes or hidden,
-                reductions=_reductions(model.get_submodule(str(node.target))),
-            )
-        )
+    costs = model_costs(graph, model, Roofline(device))
     result = sum(value_bytes(node) for node in graph.output_nodes)
     return ModelWork(
-        blocks=tuple(blocks),
+        blocks=block_works(graph, model, costs, device),
         prologue=costs.prologue,
         epilogue=costs.epilogue,
         result_bytes=result,
         **facts,  # type: ignore[arg-type]
     )
-
-
-def _reductions(block: nn.Module) -> int:
-    """Sums that tensor parallelism needs in a block: after each attention, and after the feed-forward."""
-    attentions = [module for module in block.modules() if hasattr(module, "to_q") or hasattr(module, "to_qkv")]
-    return 1 + max(len(attentions), 1)

@@ -17,7 +17,9 @@ from dit_pipelining.capture.hooks import refuse_hooks
 from dit_pipelining.capture.signature import CallInputs, bind, first_argument, flatten_inputs
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.costs.machine import machine_of
+from dit_pipelining.costs.model_costs import model_costs
 from dit_pipelining.costs.plan import plan_cut
+from dit_pipelining.costs.sharded import sharded_over
 from dit_pipelining.lowering.boundary import StagePlan
 from dit_pipelining.lowering.split import SplitModel, unused_tensors
 from dit_pipelining.lowering.stage import StageModule
@@ -161,8 +163,9 @@ class TransformerExecutor:
         kwargs = bind(self.model.forward, (), kwargs)
         graph = self._captures.get(kwargs)
         shards = self._sharded.shards if self._sharded is not None else 1
+        costs = sharded_over(model_costs(graph, self.model, self.machine.timing), shards)
         cut = plan_cut(
-            graph, self.model, self.machine, self.config.partitioner, self.counts, self._components, shards=shards
+            graph, self.model, self.machine, self.config.partitioner, self.counts, self._components, costs=costs
         )
         cut = replace(cut, partition=self._as_all_callers(cut.partition))
         stage = self.rolling.mesh.stage

@@ -73,6 +73,11 @@ class TensorPlan:
         largest = math.gcd(*self.units.values())
         return [size for size in range(1, largest + 1) if largest % size == 0]
 
+    def cut_tensors(self) -> frozenset[str]:
+        """Names of the tensors of which each rank holds a part; what is cut by inputs keeps its bias whole."""
+        weights = {f"{name}.weight" for name in self.layers}
+        return frozenset(weights | {f"{name}.bias" for name, cut in self.layers.items() if cut.style != "row"})
+
 
 def tensor_plan(model: nn.Module, blocks: Sequence[str]) -> TensorPlan:
     """The plan of a transformer, with weights or without.

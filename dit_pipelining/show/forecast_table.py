@@ -16,8 +16,8 @@ def print_forecast(picture: Picture, console: Console) -> None:
     """Print memory, seconds and timeline of a picture, and the comparison if one was asked for."""
     console.print(Text("memory of each rank", style="bold cyan"))
     console.print(_memory(picture))
-    if not picture.components_known:
-        console.print(Text(" (without encoders and VAE, which are not known)", style="dim"))
+    if picture.not_counted:
+        console.print(Text(f" (without {picture.not_counted})", style="dim"))
     console.print()
     heading = Text("predicted ", style="bold cyan")
     console.print(heading.append(f" {picture.target}", style="default"))
@@ -38,10 +38,14 @@ def _memory(picture: Picture) -> Table:
     table.add_column("all", justify="right")
     table.add_column("of")
     rows = zip(picture.memory, picture.target.limits, picture.shortfalls, strict=True)
-    for rank, (memory, limit, lacking) in enumerate(rows):
+    for stage, (memory, limit, lacking) in enumerate(rows):
         usable = data_size(limit) + (f", {data_size(lacking)} too little" if lacking else "")
         table.add_row(
-            str(rank), *_sizes(memory, kinds), data_size(memory.total), usable, style="bold red" if lacking else None
+            picture.ranks_of(stage),
+            *_sizes(memory, kinds),
+            data_size(memory.total),
+            usable,
+            style="bold red" if lacking else None,
         )
     return table
 

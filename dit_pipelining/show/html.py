@@ -65,7 +65,7 @@ def _sections(picture: Picture) -> list[str]:
         drawing = stage_drawing(report, timeline).svg(f"blocks of {names}, coloured by stage")
         made.append(_section(names, numbers, f'<div class="wide">{drawing}</div>{_stages(report)}'))
     memory = memory_drawing(picture).svg("memory of each rank by kind")
-    unknown = "" if picture.components_known else "without encoders and VAE, which are not known"
+    unknown = f"without {picture.not_counted}" if picture.not_counted else ""
     made.append(_section("Memory of each rank", unknown, f'<div class="wide">{memory}</div>'))
     timeline_svg = timeline_drawing(picture.timeline).svg("when each rank computes")
     made.append(_section("Timeline", picture.load, f'<div class="wide">{timeline_svg}</div>'))

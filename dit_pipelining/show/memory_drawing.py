@@ -22,8 +22,8 @@ def memory_drawing(picture: Picture) -> Drawing:
     most = max(rank.total for rank in picture.memory) or 1
     scale = (WIDTH - LEFT - RIGHT) / (most * 1.08)
     parts: list[str] = []
-    for rank, (memory, limit) in enumerate(zip(picture.memory, picture.target.limits, strict=True)):
-        y = rank * ROW
+    for stage, (memory, limit) in enumerate(zip(picture.memory, picture.target.limits, strict=True)):
+        y, rank = stage * ROW, picture.ranks_of(stage)
         parts.append(text(0, y + 15, f"rank {rank}"))
         parts.append(element("rect", class_="track", x=LEFT, y=y, width=WIDTH - LEFT - RIGHT, height=BAR, rx=3.0))
         x = LEFT
@@ -38,7 +38,7 @@ def memory_drawing(picture: Picture) -> Drawing:
             x += width
         if limit <= most * 1.08:
             at = LEFT + limit * scale
-            tip = f"{picture.target.devices[rank].title}: {data_size(limit)} usable"
+            tip = f"{picture.target.devices[stage].title}: {data_size(limit)} usable"
             parts.append(element("line", tip=tip, class_="limit", x1=at, x2=at, y1=y - 3, y2=y + BAR + 3))
         needed = f"{data_size(memory.total)} of {data_size(limit)}" + (" !" if memory.total > limit else "")
         parts.append(text(WIDTH - RIGHT + 12, y + 15, needed, "soft"))

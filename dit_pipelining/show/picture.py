@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from dit_pipelining.costs.devices import DeviceProfile, Link
 from dit_pipelining.lowering.report import TransformerReport
+from dit_pipelining.planning.degrees import ALONE, Degrees
 from dit_pipelining.planning.memory import RankMemory
 from dit_pipelining.planning.recipes import Size
 from dit_pipelining.planning.timeline import Timeline
@@ -66,9 +67,10 @@ class Picture:
         target: what it is cut for.
         reports: of the transformers, those that are alike in one.
         timelines: of the same transformers.
-        memory: of each rank of a replica.
-        components_known: whether memory and timelines hold encoders and VAE.
+        memory: of the ranks of each stage of a replica; where they differ, of the fullest.
+        not_counted: what memory and timelines leave out, in words; empty: nothing.
         alternatives: other cuts, for comparison.
+        degrees: how many stages, replicas and copies there are, and how many ranks share each stage.
     """
 
     model: str
@@ -80,8 +82,14 @@ class Picture:
     reports: tuple[TransformerReport, ...]
     timelines: tuple[Timeline, ...]
     memory: tuple[RankMemory, ...]
-    components_known: bool
+    not_counted: str
     alternatives: tuple[Alternative, ...] = ()
+    degrees: Degrees = ALONE
+
+    def ranks_of(self, stage: int) -> str:
+        """The ranks of a stage of the first replica, as text: `0`, or `2-3`."""
+        first, last = stage * self.degrees.inside, (stage + 1) * self.degrees.inside - 1
+        return str(first) if first == last else f"{first}-{last}"
 
     @property
     def num_stages(self) -> int:
@@ -99,12 +107,14 @@ class Picture:
 
     @property
     def load(self) -> str:
-        """What is run, in words."""
+        """What is run on which ranks, in words."""
         load = self.timeline.workload
         requests = f"{load.requests} requests" if load.requests > 1 else "1 request"
         calls = f"{load.calls_per_step} calls" if load.calls_per_step > 1 else "1 call"
         replicas = f", {load.replicas} replicas" if load.replicas > 1 else ""
-        return f"{requests}, {load.steps} steps of {calls}{replicas}, {load.schedule} schedule"
+        copies = f" on each of {self.degrees.data} copies" if self.degrees.data > 1 else ""
+        inside = f", each stage on {self.degrees.inside} ranks" if self.degrees.inside > 1 else ""
+        return f"{requests}{copies}, {load.steps} steps of {calls}{replicas}{inside}, {load.schedule} schedule"
 
 
 def alternative(picture: Picture) -> Alternative:

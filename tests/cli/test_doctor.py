@@ -1,5 +1,10 @@
 """`dit-pipelining doctor`."""
 
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,7 +13,8 @@ from dit_pipelining.cli.needs import needs
 from dit_pipelining.cli.ranks import parts
 from dit_pipelining.cli.study import Question
 from dit_pipelining.comm.layout import Layout
-from dit_pipelining.errors import ConfigError
+from dit_pipelining.lowering.names import data_size
+from dit_pipelining.planning.degrees import Degrees
 
 
 def test_this_machine_passes_and_ranks_talk_over_gloo(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,14 +48,14 @@ def _fail(*_: object, **__: object) -> None:
     raise checks.RemoteRankError("rank 1 failed: no route to host")
 
 
-FLUX = Question(model="flux.1-dev", stages=1)
+FLUX = Question(model="flux.1-dev")
 
 
 def test_a_model_that_fits_on_one_large_gpu_needs_two_small_ones() -> None:
     """FLUX.1-dev: 11.9 billion parameters in 16 bits are 22.2 GiB, its text encoders 9.1."""
     whole, large = needs(FLUX, "h100")
     assert "weights 22.2 GiB" in whole.text
-    assert "text encoders 9.1 GiB" in whole.text
+    assert "encoders 9.10 GiB" in whole.text
     assert large.text.startswith("1: ")
     *_, small = needs(FLUX, "rtx4090")
     assert small.text.startswith("2: ")
@@ -112,21 +118,19 @@ def test_a_driver_that_does_not_fit_torch_is_trouble(monkeypatch: pytest.MonkeyP
 
 def test_the_mesh_says_which_rank_does_what() -> None:
     found = dict(parts(Layout(cfg=2, pipeline=2, ulysses=2)))
-    assert found[0] == "replica 1 of 2, stage 1 of 2, Ulysses part 1 of 2"
-    assert found[3] == "replica 1 of 2, stage 2 of 2, Ulysses part 2 of 2"
-    assert found[4] == "replica 2 of 2, stage 1 of 2, Ulysses part 1 of 2"
+    assert found[0] == "replica 0, stage 0, Ulysses part 0"
+    assert found[3] == "replica 0, stage 1, Ulysses part 1"
+    assert found[4] == "replica 1, stage 0, Ulysses part 0"
 
 
 def test_the_mesh_says_which_rank_has_which_part_of_text_encoders() -> None:
     found = dict(parts(Layout(data=2, pipeline=2, ulysses=2), 3))
     assert [own.rpartition("Ulysses part ")[2] for own in found.values()] == [
-        "1 of 2, part 1 of 3 of the text encoders",
-        "2 of 2, part 2 of 3 of the text encoders",
-        "1 of 2, part 3 of 3 of the text encoders",
-        "2 of 2",
+        "0, text encoders, part 0",
+        "1, text encoders, part 1",
+        "0, text encoders, part 2",
+        "1",
     ] * 2
-    with pytest.raises(ConfigError, match="4 ranks at most can run a call together"):
-        dict(parts(Layout(data=2, pipeline=2, ulysses=2), 5))
 
 
 def test_degrees_are_printed_as_a_mesh(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,4 +138,48 @@ def test_degrees_are_printed_as_a_mesh(capsys: pytest.CaptureFixture[str], monke
     assert main(["doctor", "--pipeline-parallel-size", "2", "--tensor-parallel-size", "2"]) == 0
     printed = capsys.readouterr().out
     assert "torchrun --nproc-per-node 4" in printed
-    assert "stage 2 of 2, part of the heads 2 of 2" in printed
+    assert "stage 1, part of the heads 1" in printed
+
+
+def test_what_each_rank_needs_is_what_show_says(show: Callable[..., Any]) -> None:
+    """All that divides a rank's memory counts: tokens, heads, shards, parts of text encoders, replicas."""
+    for degrees, flags in (
+        (Degrees(pipeline=2, ulysses=2), ["--ulysses-degree", 2, "--text-encoder-tp-size", 2]),
+        (Degrees(pipeline=2, cfg=2, ring=2, shards=4), ["--ring-degree", 2, "--cfg-parallel-size", 2, "--use-hsdp"]),
+        (Degrees(pipeline=2, tensor=2), ["--tensor-parallel-size", 2]),
+    ):
+        shown = show("flux.1-dev", "--stages", 2, "--ranks", "a100", *flags)
+        parts = 2 if "--text-encoder-tp-size" in flags else 1
+        _, found = needs(replace(FLUX, degrees=degrees, text_encoder_tp_size=parts), "a100")
+        expected = [data_size(rank["memory"]["total"]) for rank in shown["ranks"]]
+        assert re.findall(r"ranks \S+ (\S+ GiB)", found.text) == expected
+        assert f"{degrees.size}: ranks 0-1 " in found.text
+
+
+def test_ranks_that_lack_memory_are_told_what_they_need(capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = needs(replace(FLUX, degrees=Degrees(pipeline=2)), "12GB")
+    assert found.state == checks.BAD
+    assert re.search(r"rank 0 1\d\.\d GiB.*GiB too little", found.text)
+    assert found.hint == "a smaller --height or --width needs less"  # an image has no frames
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ulysses-degree", "5"], "24 heads do not divide by ulysses x tensor = 5"),
+        (["--use-hsdp"], "use_hsdp needs ranks that hold the same stage"),
+        (["--text-encoder-tp-size", "3"], "text_encoder_tp_size=3: 1 rank at most can run a call together"),
+        (
+            ["--tensor-parallel-size", "2", "--cfg-parallel-size", "2", "--use-hsdp"],
+            "use_hsdp and tensor_parallel_size",
+        ),
+        (["--seconds", "0"], "'0' is not a number of seconds above 0"),
+        (["--device", "toaster"], "there is no device 'toaster'"),
+    ],
+)
+def test_ranks_that_cannot_be_are_one_line(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
+    assert main(["doctor", "flux.1-dev", *flags]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert message in printed.err

@@ -229,7 +229,7 @@ def test_a_search_prints_flags_and_runners_up(tiny, capsys):
     ("flags", "message"),
     [
         (["--search"], "--gpus is missing"),
-        (["--search", "--gpus", "2", "--stages", "2"], "--stages: of no use to --search"),
+        (["--search", "--gpus", "2", "--stages", "2"], "--pipeline-parallel-size: of no use to --search"),
         (["--gpus", "2", "--stages", "2"], "--gpus belongs to --search"),
     ],
 )

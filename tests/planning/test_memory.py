@@ -5,10 +5,13 @@ from dataclasses import replace
 import pytest
 
 from dit_pipelining.api import split_model
+from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.capture.nodes import value_bytes
 from dit_pipelining.planning.components import Components
+from dit_pipelining.planning.degrees import Degrees
 from dit_pipelining.planning.memory import rank_memory
 from dit_pipelining.planning.timeline import Workload
+from dit_pipelining.sharding.tensor_plans import tensor_plan
 from tests.zoo import CASES
 from tests.zoo.case import build_inputs, build_model
 
@@ -74,3 +77,29 @@ def test_one_process_has_no_buffers(split):
     whole = split_model(split.model, 1, build_inputs(CASES["WanTransformer3D"]))
     alone = Workload(stage_seconds=(1.0,), transfer_seconds=(), encode_rank=0, decode_rank=0)
     assert rank_memory([(whole, 1)], alone, BESIDE)[0].buffers == 0
+
+
+def test_ranks_that_share_a_stage_hold_what_they_share(split):
+    """Against the layers that tensor parallelism cuts, and the blocks that HSDP shards."""
+    alone = rank_memory([(split, 1)], workload(), BESIDE)
+    cut = tensor_plan(split.model, find_blocks(split.model)).layers
+    halves = rank_memory([(split, 1)], workload(), BESIDE, Degrees(pipeline=3, tensor=2))
+    shards = rank_memory([(split, 1)], workload(), BESIDE, Degrees(pipeline=3, ring=4, shards=4))
+    for stage, whole, half, quarter in zip(split.stages, alone, halves, shards, strict=True):
+        named = dict(stage.named_parameters())
+        kept = {name for name, style in cut.items() if style.style == "row"}
+        divided = sum(
+            tensor.nbytes
+            for name, tensor in named.items()
+            if (layer := name.rpartition(".")[0]) in cut and not (layer in kept and name.endswith("bias"))
+        )
+        assert half.weights + half.replicated == whole.weights + whole.replicated - divided // 2
+        inside = sum(tensor.nbytes for name, tensor in named.items() if name.startswith("blocks."))
+        assert quarter.weights + quarter.replicated == whole.weights + whole.replicated - inside * 3 // 4
+        assert quarter.buffers < whole.buffers
+
+
+def test_parts_of_text_encoders_fill_the_ranks_of_a_stage_first(split):
+    beside = Components(encoder_bytes=1000, split_bytes=900, encoder_parts=3)
+    ranks = rank_memory([(split, 1)], workload(), beside, Degrees(pipeline=3, ulysses=2))
+    assert [rank.encoders for rank in ranks] == [100 + 300, 300, 0]

@@ -6,15 +6,16 @@ from dataclasses import replace
 import pytest
 
 from dit_pipelining.costs.devices import DeviceProfile, Link
+from dit_pipelining.costs.inside import BlockWork
 from dit_pipelining.planning.components import Components
 from dit_pipelining.planning.degrees import Degrees, Divides, every_way, problem_of
 from dit_pipelining.planning.search import search, sharded_costs
-from dit_pipelining.planning.work import BlockWork, ModelWork
+from dit_pipelining.planning.work import ModelWork
 from partitioners import BlockCost
 
 LINK = Link("test", bytes_per_second=1250.0, latency_seconds=0.0)  # of which 1000 can be used
 DEVICE = DeviceProfile("test", "Test", 1e12, 1e12, 10_000, 1e12, dict(pcie=LINK), reserved_bytes=0)
-BLOCK = BlockWork(matrix_seconds=7.0, other_seconds=1.0, weights=100, activations=40, hidden=80)
+BLOCK = BlockWork(matrix_seconds=7.0, other_seconds=1.0, weights=100, cut_weights=100, activations=40, hidden=80)
 WORK = ModelWork(
     blocks=(BLOCK,) * 4,
     prologue=BlockCost(0.0, boundary_bytes=80),
@@ -72,7 +73,7 @@ def test_what_a_block_takes(degrees: Degrees, seconds: float) -> None:
 
 
 def test_weights_that_come_slower_than_a_block_computes_are_waited_for() -> None:
-    heavy = replace(WORK, blocks=(replace(BLOCK, weights=20_000),) * 4)
+    heavy = replace(WORK, blocks=(replace(BLOCK, weights=20_000, cut_weights=0),) * 4)
     assert sharded_costs(heavy, Degrees(ulysses=2, shards=2), LINK).blocks[0].seconds == pytest.approx(10.0)
 
 

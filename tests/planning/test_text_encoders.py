@@ -9,7 +9,9 @@ from accelerate import init_empty_weights
 
 from dit_pipelining.costs.devices import find_device
 from dit_pipelining.errors import ConfigError
+from dit_pipelining.planning.beside import beside_preset
 from dit_pipelining.planning.components import components_of
+from dit_pipelining.planning.degrees import Degrees
 from dit_pipelining.planning.presets import preset, preset_names
 from dit_pipelining.planning.recipes import Size
 from dit_pipelining.planning.simulation import simulate
@@ -103,26 +105,26 @@ def test_facts_are_those_of_the_class_and_parts_are_even(model):
 
 def test_parts_of_encoders_take_their_share_of_memory_and_seconds():
     flux, size = preset("flux.1-dev"), Size(1024, 1024, 1)
-    whole = components_of(flux, size, 2, H200, None)
-    halves = components_of(flux, size, 2, H200, None, encoder_parts=2)
+    whole = components_of(beside_preset(flux), size, 2, H200, None)
+    halves = components_of(beside_preset(flux), size, 2, H200, None, encoder_parts=2)
     assert [halves.encoder_bytes_at(place) for place in range(3)] == [whole.encoder_bytes // 2] * 2 + [0]
     assert whole.encode_seconds / 2 < halves.encode_seconds < whole.encode_seconds
-    encoders = [own for own in halves.for_partitioner(50, 2) if own.name != "vae"]
+    encoders = [own for own in halves.for_partitioner(50, Degrees(pipeline=2)) if own.name != "vae"]
     assert [(own.rank, own.bytes) for own in encoders] == [(0, whole.encoder_bytes // 2), (1, whole.encoder_bytes // 2)]
 
 
 def test_an_encoder_of_images_stays_whole_on_the_first_rank():
     known = preset("wan2.1-i2v-14b-480p")
     images = [own["parameters"] for own in known.text_encoders if own["model"] not in SHAPES]
-    beside = components_of(known, Size(480, 832, 81), 2, H200, None, encoder_parts=2)
+    beside = components_of(beside_preset(known), Size(480, 832, 81), 2, H200, None, encoder_parts=2)
     assert beside.encoder_bytes_at(0) - beside.encoder_bytes_at(1) == 2 * sum(images) > 0
 
 
 def test_sizes_that_do_not_divide_are_refused():
     with pytest.raises(ConfigError, match=r"heads of flux\.1-dev's text encoder openai/clip.* work: 1, 2, 3, 4, 6, 12"):
-        components_of(preset("flux.1-dev"), Size(1024, 1024, 1), 2, H200, None, encoder_parts=8)
+        components_of(beside_preset(preset("flux.1-dev")), Size(1024, 1024, 1), 2, H200, None, encoder_parts=8)
     with pytest.raises(ConfigError, match="no text encoder"):
-        components_of(preset("dit-xl-2-256"), Size(256, 256, 1), 2, H200, None, encoder_parts=2)
+        components_of(beside_preset(preset("dit-xl-2-256")), Size(256, 256, 1), 2, H200, None, encoder_parts=2)
 
 
 def test_ranks_with_parts_encode_together():

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from dit_pipelining.cli.study import Question, study
+from dit_pipelining.planning.degrees import Degrees
 from tests.zoo import CASES
 
 
@@ -23,7 +24,7 @@ def picture(flux_config):
     """A small FLUX over three stages, with three requests of four steps."""
     question = Question(
         model=str(flux_config),
-        stages=3,
+        degrees=Degrees(pipeline=3),
         device="rtx4090",
         requests=3,
         steps=4,
