@@ -27,6 +27,7 @@ from dit_pipelining.errors import (
     PartitionError,
 )
 from dit_pipelining.planning.models import find_model
+from dit_pipelining.planning.presets import preset
 from dit_pipelining.runtime.attach import split_of
 from dit_pipelining.weights.pipelines import empty_transformers
 from partitioners import (
@@ -466,3 +467,29 @@ def test_an_unknown_profile_is_refused_before_anything_is_loaded(folder: Path, t
     case = CASES["WanTransformer3D@batch"]
     with pytest.raises(ConfigError, match="neither a profile"):
         split_model(build_model(case), 2, build_inputs(case), profile="fast-gpu")
+
+
+@pytest.mark.parametrize("name", ["flux.1-dev", "Wan2.1-T2V-1.3B"])
+def test_a_presets_name_is_answered_with_the_id_of_its_weights(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="is a preset") as refusal:
+        load_pipeline(name, ParallelConfig(pipeline_parallel_size=2))
+    assert repr(preset(name).hf_repo) in str(refusal.value)
+
+
+def test_a_hub_id_that_cannot_be_reached_is_compared_with_those_of_presets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError("no such repository")
+
+    monkeypatch.setattr(DiffusionPipeline, "download", unreachable)
+    with pytest.raises(ModelNotFoundError, match=r"Did you mean 'black-forest-labs/FLUX\.1-dev'"):
+        load_pipeline("black-forest-labs/FLUX.1-devv")
+    with pytest.raises(ModelNotFoundError) as refusal:
+        load_pipeline("someone/quite-another-thing-xyz")
+    assert "Did you mean" not in str(refusal.value)
+
+
+def test_a_folder_of_a_presets_name_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("flux.1-dev").mkdir()
+    with pytest.raises(ModelNotFoundError, match=r"has no model_index\.json"):
+        load_pipeline("flux.1-dev")

@@ -32,6 +32,7 @@ def needs(question: Question, kind: str | None = None) -> Iterator[Finding]:
     Raises:
         SplitError: the model or the kind is not known, or the model cannot be spread by these degrees.
     """
+    machine(question.degrees.pipeline, kind)  # what cannot be read is an error before anything is captured
     whole = study(replace(question, degrees=ALONE, text_encoder_tp_size=1))
     (memory,) = whole.memory
     parts = f"weights {data_size(memory.weights)}, activations {data_size(memory.activations)}"

@@ -63,7 +63,7 @@ CASES = {
 
 def run(case: Case, device: torch.device) -> tuple[MeasuredProfile, list[dict[str, Any]]]:
     """Measure a model's parts and its stages."""
-    profile, problems = measure_model(case.model, device, case.size, with_vae=case.with_vae)
+    profile, problems = measure_model(find_model(case.model), device, case.size, with_vae=case.with_vae)
     for problem in problems if case.with_vae else []:
         print(f"{case.model}: {problem}")
     measured, from_profile = measure_stages(case, device, profile)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +49,7 @@ def _fail(*_: object, **__: object) -> None:
 
 
 FLUX = Question(model="flux.1-dev")
+TINY_WAN = str(Path(__file__).parents[2] / "recipes" / "tiny_wan")
 
 
 def test_a_model_that_fits_on_one_large_gpu_needs_two_small_ones() -> None:
@@ -141,44 +142,60 @@ def test_degrees_are_printed_as_a_mesh(capsys: pytest.CaptureFixture[str], monke
     assert "stage 1, part of the heads 1" in printed
 
 
-def test_what_each_rank_needs_is_what_show_says(show: Callable[..., Any]) -> None:
-    """All that divides a rank's memory counts: tokens, heads, shards, parts of text encoders, replicas."""
-    for degrees, flags in (
-        (Degrees(pipeline=2, ulysses=2), ["--ulysses-degree", 2, "--text-encoder-tp-size", 2]),
-        (Degrees(pipeline=2, cfg=2, ring=2, shards=4), ["--ring-degree", 2, "--cfg-parallel-size", 2, "--use-hsdp"]),
-        (Degrees(pipeline=2, tensor=2), ["--tensor-parallel-size", 2]),
-    ):
-        shown = show("flux.1-dev", "--stages", 2, "--ranks", "a100", *flags)
-        parts = 2 if "--text-encoder-tp-size" in flags else 1
-        _, found = needs(replace(FLUX, degrees=degrees, text_encoder_tp_size=parts), "a100")
-        expected = [data_size(rank["memory"]["total"]) for rank in shown["ranks"]]
-        assert re.findall(r"ranks \S+ (\S+ GiB)", found.text) == expected
-        assert f"{degrees.size}: ranks 0-1 " in found.text
+@pytest.mark.parametrize(
+    ("degrees", "parts", "flags"),
+    [
+        (Degrees(pipeline=2, ulysses=2), 2, ["--ulysses-degree", 2, "--text-encoder-tp-size", 2]),
+        (Degrees(pipeline=2, cfg=2, ring=2, shards=4), 1, ["--ring-degree", 2, "--cfg-parallel-size", 2, "--use-hsdp"]),
+        (Degrees(pipeline=2, tensor=2), 4, ["--tensor-parallel-size", 2, "--text-encoder-tp-size", 4]),
+    ],
+)
+def test_what_each_rank_needs_is_what_show_says(
+    show: Callable[..., Any], degrees: Degrees, parts: int, flags: list[object]
+) -> None:
+    """All that divides a rank's memory counts: tokens, heads, shards, parts of text encoders."""
+    shown = show(TINY_WAN, "--stages", 2, "--ranks", "a100", *flags)
+    alone = show(TINY_WAN, "--stages", 2, "--ranks", "a100")
+    _, found = needs(Question(model=TINY_WAN, degrees=degrees, text_encoder_tp_size=parts), "a100")
+    totals = [rank["memory"]["total"] for rank in shown["ranks"]]
+    assert re.findall(r"ranks (\S+) (\S+ \S+) \(", found.text) == [
+        ("0-1", data_size(totals[0])),
+        ("2-3", data_size(totals[1])),
+    ]
+    assert found.text.startswith(f"{degrees.size}: ")
+    assert totals[0] < alone["ranks"][0]["memory"]["total"]
 
 
-def test_ranks_that_lack_memory_are_told_what_they_need(capsys: pytest.CaptureFixture[str]) -> None:
-    _, found = needs(replace(FLUX, degrees=Degrees(pipeline=2)), "12GB")
+def test_ranks_that_lack_memory_are_told_what_they_need() -> None:
+    _, found = needs(Question(model=TINY_WAN, degrees=Degrees(pipeline=2)), "1.1GB")
     assert found.state == checks.BAD
-    assert re.search(r"rank 0 1\d\.\d GiB.*GiB too little", found.text)
-    assert found.hint == "a smaller --height or --width needs less"  # an image has no frames
+    assert re.search(r"rank 0 \S+ MiB .*MiB too little", found.text)
+    assert found.hint == "a smaller --height, --width or --num-frames needs less"
+
+
+def test_images_have_no_frames() -> None:
+    whole, tiny = needs(Question(model="pixart-sigma-1024"), "1.5GB")
+    assert "frames" not in whole.hint + tiny.hint
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--ulysses-degree", "5"], "24 heads do not divide by ulysses x tensor = 5"),
+        (["--ulysses-degree", "7"], "heads do not divide by ulysses x tensor = 7"),
         (["--use-hsdp"], "use_hsdp needs ranks that hold the same stage"),
         (["--text-encoder-tp-size", "3"], "text_encoder_tp_size=3: 1 rank at most can run a call together"),
         (
             ["--tensor-parallel-size", "2", "--cfg-parallel-size", "2", "--use-hsdp"],
             "use_hsdp and tensor_parallel_size",
         ),
+        (["--stages", "100"], "100 stages are more than the model's 12 blocks"),
         (["--seconds", "0"], "'0' is not a number of seconds above 0"),
         (["--device", "toaster"], "there is no device 'toaster'"),
+        (["--device", ""], "the rank '' is nothing known"),
     ],
 )
 def test_ranks_that_cannot_be_are_one_line(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
-    assert main(["doctor", "flux.1-dev", *flags]) == 2
+    assert main(["doctor", TINY_WAN, *flags]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1

@@ -1,9 +1,12 @@
 """`dit-pipelining show`: what it predicts, compares and writes."""
 
 import json
+import math
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from safetensors.torch import load_file
 
 from dit_pipelining.cli import main
 from dit_pipelining.costs.measured import Measured, MeasuredProfile
@@ -134,6 +137,11 @@ def test_files_are_written_beside_the_tables(capsys, tiny, tmp_path):
         (["--profile", "no_such_profile.json"], "no_such_profile.json"),
         (["--schedule", "gpipe", "--cfg-parallel-size", "2"], "gpipe"),
         (["--dtype", "int8"], "int8"),
+        (["--ranks", ""], "the rank '' is nothing known"),
+        (["--json", "."], ". is a folder"),
+        (["--ulysses-degree", "3"], "2 heads do not divide by ulysses x tensor = 3"),
+        (["--text-encoder-tp-size", "2"], "a transformer alone has no text encoders"),
+        (["--hsdp-shard-size", "2"], "hsdp_shard_size is given, but use_hsdp is False"),
     ],
 )
 def test_a_users_error_is_one_line(capsys, tiny, arguments, named):
@@ -166,6 +174,7 @@ def test_profile_measures_a_model_and_show_reads_it(capsys, tiny, tmp_path, show
         (["mochi-1", "--output", "/no/such/folder/p.json"], "there is no folder"),
         (["mochi-1", "--output", "p.json", "--device", "toaster"], "--device toaster"),
         (["mochi", "--output", "p.json"], "did you mean mochi-1"),
+        (["mochi-1", "--output", "."], ". is a folder"),
     ],
 )
 def test_profile_refuses_what_it_cannot_do_in_one_line(capsys, arguments, named, monkeypatch, tmp_path):
@@ -175,6 +184,49 @@ def test_profile_refuses_what_it_cannot_do_in_one_line(capsys, arguments, named,
     assert printed.err.count("\n") == 1
     assert named in printed.err
     assert not list(tmp_path.iterdir())
+
+
+def test_profile_says_in_one_line_that_inputs_do_not_fit(capsys, tiny, tmp_path):
+    described = tmp_path / "inputs.json"
+    described.write_text(json.dumps({"hidden_states": {"shape": [1, 5, 1, 2, 2], "dtype": "float32"}}))
+    file = tmp_path / "p.json"
+    arguments = ["--inputs", str(described), "--output", str(file), "--device", "cpu"]
+    assert main(["profile", str(tiny), *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1
+    assert "the forward of WanTransformer3DModel fails on these inputs" in printed.err
+    assert not file.exists()
+
+
+def test_a_local_pipelines_components_are_counted(show):
+    """Against what lies in its files: they hold float32, and bfloat16 is asked for."""
+    folder = Path(__file__).parents[2] / "recipes" / "tiny_wan"
+    stored = {
+        name: sum(math.prod(tensor.shape) for tensor in load_file(file).values())
+        for name in ("text_encoder", "vae")
+        for file in (folder / name).glob("*.safetensors")
+    }
+    first, last = show(folder, "--stages", 2)["ranks"]
+    assert (first["memory"]["encoders"], first["memory"]["vae"]) == (2 * stored["text_encoder"], 0)
+    assert (last["memory"]["encoders"], last["memory"]["vae"]) == (0, 2 * stored["vae"])
+
+
+def test_ranks_that_share_stages_are_faster_and_hold_less(show, tiny):
+    load = ("--stages", 2, "--partition", "2,2", "--steps", 2)
+    alone, shared = show(tiny, *load), show(tiny, *load, "--ulysses-degree", 2, "--data-parallel-size", 2)
+    assert max(predicted(shared)["stage_seconds"]) < max(predicted(alone)["stage_seconds"])
+    assert predicted(shared)["transfer_seconds"][0] < predicted(alone)["transfer_seconds"][0]
+    for one, other in zip(shared["ranks"], alone["ranks"], strict=True):
+        assert one["memory"]["activations"] < other["memory"]["activations"]
+        assert one["memory"]["weights"] == other["memory"]["weights"]
+
+
+def test_ranks_of_a_stage_are_one_row(tiny, capsys):
+    assert main(["show", str(tiny), "--stages", "2", "--ring-degree", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "\n  0-1 " in printed
+    assert "\n  2-3 " in printed
+    assert "each stage on 2 ranks" in printed
 
 
 @pytest.mark.parametrize("gpus", [2, 8])
