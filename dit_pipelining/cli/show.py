@@ -30,6 +30,9 @@ HELP = "Show how a model is cut into pipeline stages and how it would run, witho
 
 STANDARD_OUTPUT = Path("-")
 
+MOST_GPUS = 128
+"""GPUs that are searched; the ways to spread a model over more become too many."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
@@ -119,6 +122,8 @@ def run(args: argparse.Namespace) -> int:
 def _search(args: argparse.Namespace, console: Any) -> None:
     if args.gpus is None:
         raise ConfigError("--gpus is missing; say over how many GPUs the model is to be spread.")
+    if args.gpus > MOST_GPUS:
+        raise ConfigError(f"--gpus {args.gpus}: {MOST_GPUS} at most are searched, which takes minutes already.")
     chosen = {
         "--partition": args.partition,
         "--compare": args.compare,

@@ -34,8 +34,12 @@ from dit_pipelining.planning.recipes import Size
 from dit_pipelining.planning.timeline import Load
 from dit_pipelining.show.picture import Alternative, Picture, Target, alternative
 from partitioners import ENVIRONMENT_VARIABLE, Component, ModelCosts, PartitionError
+from partitioners.errors import counted
 
 NO_VARIABLES: Mapping[str, str] = {}
+
+MOST_STAGE_CALLS = 500_000
+"""Calls of stages that are simulated, at some 30 microseconds each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +127,7 @@ def study(question: Question) -> Picture:
         replicas=degrees.cfg,
         schedule=question.schedule,
     )
+    _check_length(load, degrees.pipeline)
     inputs = [_inputs(question, model, spec, calls.batch) for spec in model.transformers]
     size = inputs[0][1]
     known_beside = beside_model(model)
@@ -134,6 +139,15 @@ def study(question: Question) -> Picture:
     picture = _picture(setting, models, costs, question.partitioner, question.partition, os.environ)
     alternatives = tuple(_alternative(setting, models, costs, name) for name in question.compare)
     return replace(picture, decided_by=_decided_by(question), alternatives=alternatives)
+
+
+def _check_length(load: Load, stages: int) -> None:
+    """Refuse a run whose simulation would take minutes."""
+    calls = load.requests * load.steps * load.calls_per_step
+    if calls * stages > MOST_STAGE_CALLS:
+        most = max(MOST_STAGE_CALLS // (load.steps * load.calls_per_step * stages), 1)
+        asked = f"{counted(load.requests, 'request')} of {counted(load.steps, 'step')} on {counted(stages, 'stage')}"
+        raise ConfigError(f"{asked}: more than is simulated; use --requests {most} or less, or fewer --steps.")
 
 
 def _profile(question: Question) -> TimingChoice | None:

@@ -206,6 +206,8 @@ def _samples(work: ModelWork, degrees: Degrees) -> int:
 
 
 def _scaled_work(block: BlockWork, scale: float) -> BlockWork:
+    if scale == 1:
+        return block
     return replace(
         block,
         matrix_seconds=block.matrix_seconds * scale,

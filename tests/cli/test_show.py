@@ -137,6 +137,7 @@ def test_files_are_written_beside_the_tables(capsys, tiny, tmp_path):
         (["--profile", "no_such_profile.json"], "no_such_profile.json"),
         (["--schedule", "gpipe", "--cfg-parallel-size", "2"], "gpipe"),
         (["--dtype", "int8"], "int8"),
+        (["--requests", "1000000"], "more than is simulated; use --requests 2500 or less"),
         (["--ranks", ""], "the rank '' is nothing known"),
         (["--json", "."], ". is a folder"),
         (["--ulysses-degree", "3"], "2 heads do not divide by ulysses x tensor = 3"),
@@ -281,6 +282,7 @@ def test_a_search_prints_flags_and_runners_up(tiny, capsys):
     ("flags", "message"),
     [
         (["--search"], "--gpus is missing"),
+        (["--search", "--gpus", "1000"], "--gpus 1000: 128 at most are searched"),
         (["--search", "--gpus", "2", "--stages", "2"], "--pipeline-parallel-size: of no use to --search"),
         (["--gpus", "2", "--stages", "2"], "--gpus belongs to --search"),
     ],
