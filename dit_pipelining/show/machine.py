@@ -21,6 +21,7 @@ def as_data(picture: Picture) -> dict[str, Any]:
         num_stages, decided_by: stages, and what chose the partition.
         size: height and width in pixels, frames, batch; null where the inputs were given.
         dtype: of the weights.
+        degrees: ranks along each dimension: data, cfg, pipeline, ring, ulysses, tensor; shards of HSDP, tiles of the VAE.
         transformers: one entry for transformers that are alike:
             names, model_class, parameters, parameter_bytes, unused_parameters, flops, partition (blocks per stage),
             flops_imbalance (busiest stage over the mean), largest_stage (over an even share of the parameters),
@@ -34,7 +35,8 @@ def as_data(picture: Picture) -> dict[str, Any]:
             requests, steps, calls_per_step, replicas, schedule, and what comes of it: step_seconds, steps_per_second,
             bubble (a fraction of the loop), makespan in seconds, utilisation of each rank.
         target: devices and links by name, limits in bytes, source of the seconds.
-        ranks: rank, parameters, parameter_bytes over all transformers; memory in bytes by kind, and shortfall.
+        ranks: of the first replica, one entry for all that share a stage: rank (the stage's index), parameters and
+            parameter_bytes of the stage over all transformers; memory of the fullest in bytes by kind, and shortfall.
         alternatives: name, counts, problem, slowest_seconds, step_seconds, bubble, makespan, memory_bytes.
     """
     target = picture.target
@@ -47,6 +49,7 @@ def as_data(picture: Picture) -> dict[str, Any]:
         "decided_by": picture.decided_by,
         "size": None if picture.size is None else asdict(picture.size),
         "dtype": picture.dtype,
+        "degrees": asdict(picture.degrees),
         "transformers": [
             _transformer(report) | {"predicted": _predicted(timeline)}
             for report, timeline in zip(picture.reports, picture.timelines, strict=True)

@@ -217,6 +217,7 @@ def test_ranks_that_share_stages_are_faster_and_hold_less(show, tiny):
     alone, shared = show(tiny, *load), show(tiny, *load, "--ulysses-degree", 2, "--data-parallel-size", 2)
     assert max(predicted(shared)["stage_seconds"]) < max(predicted(alone)["stage_seconds"])
     assert predicted(shared)["transfer_seconds"][0] < predicted(alone)["transfer_seconds"][0]
+    assert (shared["degrees"]["ulysses"], shared["degrees"]["data"]) == (2, 2)
     for one, other in zip(shared["ranks"], alone["ranks"], strict=True):
         assert one["memory"]["activations"] < other["memory"]["activations"]
         assert one["memory"]["weights"] == other["memory"]["weights"]
