@@ -189,7 +189,9 @@ def test_profile_refuses_what_it_cannot_do_in_one_line(capsys, arguments, named,
 
 def test_profile_says_in_one_line_that_inputs_do_not_fit(capsys, tiny, tmp_path):
     described = tmp_path / "inputs.json"
-    described.write_text(json.dumps({"hidden_states": {"shape": [1, 5, 1, 2, 2], "dtype": "float32"}}))
+    shapes = {"hidden_states": [1, 5, 1, 2, 2], "timestep": [1], "encoder_hidden_states": [1, 12, 32]}  # 16 channels
+    inputs = {name: {"shape": shape, "dtype": "float32"} for name, shape in shapes.items()}
+    described.write_text(json.dumps(inputs))
     file = tmp_path / "p.json"
     arguments = ["--inputs", str(described), "--output", str(file), "--device", "cpu"]
     assert main(["profile", str(tiny), *arguments]) == 2
