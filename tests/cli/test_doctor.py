@@ -182,11 +182,11 @@ def test_images_have_no_frames() -> None:
     ("flags", "message"),
     [
         (["--ulysses-degree", "7"], "heads do not divide by ulysses x tensor = 7"),
-        (["--use-hsdp"], "use_hsdp needs ranks that hold the same stage"),
+        (["--use-hsdp"], "use_hsdp=True needs ranks that hold the same stage"),
         (["--text-encoder-tp-size", "3"], "text_encoder_tp_size=3: 1 rank at most can run a call together"),
         (
             ["--tensor-parallel-size", "2", "--cfg-parallel-size", "2", "--use-hsdp"],
-            "use_hsdp and tensor_parallel_size",
+            "use_hsdp=True and tensor_parallel_size=2",
         ),
         (["--stages", "100"], "100 stages are more than the model's 12 blocks"),
         (["--seconds", "0"], "'0' is not a number of seconds above 0"),

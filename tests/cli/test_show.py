@@ -142,7 +142,7 @@ def test_files_are_written_beside_the_tables(capsys, tiny, tmp_path):
         (["--json", "."], ". is a folder"),
         (["--ulysses-degree", "3"], "2 heads do not divide by ulysses x tensor = 3"),
         (["--text-encoder-tp-size", "2"], "a transformer alone has no text encoders"),
-        (["--hsdp-shard-size", "2"], "hsdp_shard_size is given, but use_hsdp is False"),
+        (["--hsdp-shard-size", "2"], "hsdp_shard_size=2 is given, but use_hsdp is not"),
     ],
 )
 def test_a_users_error_is_one_line(capsys, tiny, arguments, named):
