@@ -69,12 +69,12 @@ def _each_rank(picture: Picture, asked: Degrees) -> Finding:
     )
     text = f"{number}: {each}" + (f", the same in all {replicas} replicas" if replicas > 1 else "")
     if short := max(picture.shortfalls):
-        return Finding("", BAD, f"{text}; {data_size(short)} too little", _smaller(picture))
+        return Finding("", BAD, f"{text}; {data_size(short)} too little", _relief(picture))
     return Finding("", GOOD, text, f"pipeline_parallel_size={number}" if asked == ALONE and number > 1 else "")
 
 
 def _too_small(whole: Picture) -> Finding:
-    return Finding("", BAD, "too small, however many there are", _smaller(whole))
+    return Finding("", BAD, "too small, however many there are", _relief(whole))
 
 
 def _as_asked(question: Question, kind: str) -> Picture:
@@ -104,6 +104,16 @@ def _on_fewest(question: Question, kind: str, whole: RankMemory) -> Picture | No
         if not any(picture.shortfalls):
             return picture
     return None
+
+
+def _relief(picture: Picture) -> str:
+    """What makes the fullest rank's largest part smaller."""
+    fullest = max(picture.memory, key=lambda own: own.total)
+    if fullest.encoders > max(fullest.weights, fullest.activations):
+        return "--text-encoder-tp-size N splits text encoders over N ranks"
+    if fullest.weights > fullest.activations:
+        return "more stages, --tensor-parallel-size or --use-hsdp leave less weights on each"
+    return _smaller(picture)
 
 
 def _smaller(picture: Picture) -> str:

@@ -178,6 +178,13 @@ def test_images_have_no_frames() -> None:
     assert "frames" not in whole.hint + tiny.hint
 
 
+def test_encoders_that_are_too_large_for_a_gpu_are_to_be_split() -> None:
+    """PixArt's text encoder has 8.9 GiB, all else 3.5."""
+    _, small = needs(Question(model="pixart-sigma-1024"), "8GB")
+    assert small.state == checks.BAD
+    assert "--text-encoder-tp-size" in small.hint
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
