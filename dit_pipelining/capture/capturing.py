@@ -16,6 +16,7 @@ from dit_pipelining.capture.code import compile_nodes
 from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.hooks import refuse_hooks
 from dit_pipelining.capture.kept import KeptFunction
+from dit_pipelining.capture.module_hooks import refuse_hooked
 from dit_pipelining.capture.nodes import ancestors, is_object, nodes_in
 from dit_pipelining.capture.record import Record
 from dit_pipelining.capture.signature import CallInputs, first_argument, flatten_inputs
@@ -79,6 +80,8 @@ def capture(
         lora_scale=record.lora_scale,
         signature=inputs.signature,
         hooks=hooks,
+        hooked=record.hooked,
+        handing=frozenset(record.handing),
     )
     _check_step_hooks(model, graph, names)
     return graph
@@ -105,7 +108,7 @@ def _check_step_hooks(model: nn.Module, graph: BlockGraph, blocks: Iterable[str]
 
 @dataclass
 class CaptureCache:
-    """Graphs of one model, one per signature, state of its plain values and set of answers about values.
+    """Graphs of one model, one per signature, state of its glue and set of answers about values.
 
     A question about a tensor on CUDA costs a host sync, once per tensor: the denoising loop passes the same ones again.
     """
@@ -119,20 +122,22 @@ class CaptureCache:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @cached_property
-    def _state(self) -> GlueState:
+    def state(self) -> GlueState:
         return GlueState(self.model, find_blocks(self.model, self.blocks))
 
     def get(self, kwargs: Mapping[str, Any], inputs: CallInputs | None = None) -> BlockGraph:
         inputs = inputs or flatten_inputs(kwargs)
         with self._lock:
-            key = (inputs.signature, self.model.training, self._state.now(), asked_hooks(self.model))
+            key = (inputs.signature, self.model.training, self.state.now(), asked_hooks(self.model))
             known = self.graphs.setdefault(key, [])
             for graph in known:
                 if graph.matches(self.model, inputs):
+                    refuse_hooked(self.model, graph.handing)
                     return graph
             if self.before_capture is not None:
                 self.before_capture()
             graph = capture(self.model, kwargs, self.blocks, self.forward, self.count_work)
+            refuse_hooked(self.model, graph.handing)
             known.append(graph)
             return graph
 

@@ -1,7 +1,7 @@
 """The captured forward as a graph of block calls and glue, with what each value depends on."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +34,9 @@ class BlockGraph:
         lora_scale: the factor for LoRA layers that the call asked for in its attention kwargs.
         signature: of the inputs the forward was captured with.
         hooks: that were on the blocks, and have to be when they run.
+        hooked: the modules outside of blocks that run at every call, since hooks of the caller's are on or in them, and the
+            names of what they compute with.
+        handing: the blocks that give some of their arguments back as they are, which the graph passes around them.
     """
 
     graph: fx.Graph
@@ -47,6 +50,8 @@ class BlockGraph:
     lora_scale: float
     signature: Hashable
     hooks: tuple[BranchHook, ...] = ()
+    hooked: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    handing: frozenset[str] = frozenset()
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -71,10 +76,23 @@ class BlockGraph:
         """For each value, the names of the modules, parameters and buffers that computing it from the inputs needs."""
         found: dict[fx.Node, frozenset[str]] = {}
         for node in self.graph.nodes:
-            own: frozenset[str] = frozenset()
-            if node.op in ("call_module", "get_attr") and node.target not in self.constants:
-                own = frozenset({str(node.target)})
-            found[node] = own.union(*(found[source] for source in node.all_input_nodes))
+            found[node] = self.own_weights(node).union(*(found[source] for source in node.all_input_nodes))
+        return found
+
+    def own_weights(self, node: fx.Node) -> frozenset[str]:
+        """The names of the modules, parameters and buffers that this very operation uses."""
+        if node.op not in ("call_module", "get_attr") or node.target in self.constants:
+            return frozenset()
+        return self.hooked.get(str(node.target), frozenset({str(node.target)}))
+
+    @cached_property
+    def _after_hooks(self) -> set[fx.Node]:
+        """The modules with hooks outside of blocks, and what is computed from them."""
+        found: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            is_hooked = node.op in ("call_module", "get_attr") and node.target in self.hooked
+            if is_hooked or any(source in found for source in node.all_input_nodes):
+                found.add(node)
         return found
 
     @cached_property
@@ -83,8 +101,8 @@ class BlockGraph:
         return [node for node in dict.fromkeys(nodes_in(self.output)) if "template" in node.meta]
 
     def changes_each_step(self, node: fx.Node) -> bool:
-        """Whether a value depends on the latents or the time, which are new at every denoising step."""
-        return any(self.is_new_each_step(path) for path in self.inputs_of[node])
+        """Whether a value depends on the latents or the time, which are new at every denoising step, or on a hook."""
+        return node in self._after_hooks or any(self.is_new_each_step(path) for path in self.inputs_of[node])
 
     def is_new_each_step(self, path: str) -> bool:
         """Whether the input at this path is new at every denoising step."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dit_pipelining.capture.code import Function
-from dit_pipelining.capture.structure import map_tensors
+from dit_pipelining.capture.structure import map_tensors, tensors_in
 from dit_pipelining.torch_internals import version, without_base
 
 ADAPTER_ATTRIBUTES = ("scaling", "_active_adapter", "merged_adapters", "_disable_adapters")
@@ -46,7 +46,7 @@ class KeptFunction:
         places = tuple((tensor.data_ptr(), tensor.dtype) for tensor in weights)
         state = (versions, places, module_state(part for name in self.weights for part in parts_at(root, name)))
         known = self._kept.get(key)
-        if known is None or known.state != state or not known.is_of(inputs, weights):
+        if known is None or known.state != state or known.is_written_into or not known.is_of(inputs, weights):
             known = self._kept[key] = self._entry(key, state, inputs, weights, self.function(root, *inputs))
         return known.results
 
@@ -58,6 +58,10 @@ class KeptFunction:
         # step, and what two threads can do to each other is to compute a result twice or to forget one.
         owner = weakref.ref(self)
 
+        results = map_tensors(
+            without_base, results
+        )  # else a view of an input would keep it alive, and with it this entry
+
         def forget(reference: "weakref.ref[Any]") -> None:
             function = owner()
             known = function._kept.get(key) if function is not None else None
@@ -68,7 +72,8 @@ class KeptFunction:
             tuple(weakref.ref(tensor, forget) for tensor in inputs),
             tuple(weakref.ref(tensor) for tensor in weights),
             state,
-            map_tensors(without_base, results),  # else a view of an input would keep it alive, and with it this entry
+            results,
+            _versions(results),
         )
 
 
@@ -80,6 +85,12 @@ class _Entry:
     weights: tuple["weakref.ref[Any]", ...]
     state: Hashable
     results: tuple[Any, ...]
+    versions: tuple[int, ...]
+
+    @property
+    def is_written_into(self) -> bool:
+        """Whether somebody who was given the results, a hook of a block, has written into them."""
+        return _versions(self.results) != self.versions
 
     def is_of(self, inputs: list[Any], weights: list[Any]) -> bool:
         """Whether it was computed from these very tensors: an id alone may be another's by now."""
@@ -87,6 +98,10 @@ class _Entry:
         return len(tensors) == len(references) and all(
             reference() is tensor for reference, tensor in zip(references, tensors, strict=True)
         )
+
+
+def _versions(results: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(map(version, tensors_in(results)))
 
 
 def module_state(parts: Iterable[nn.Module]) -> tuple[str, ...]:

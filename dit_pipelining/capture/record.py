@@ -44,6 +44,8 @@ class Record:
         output: the forward's return value, with nodes in the place of tensors.
         object_tensors: what tensors its objects hold afterwards, see `object_layouts`.
         lora_scale: the scale the forward applied to LoRA layers around itself.
+        hooked: the modules outside of blocks that are one call because of a hook, and the names of what they compute with.
+        handing: the blocks that give some of their arguments back as they are.
     """
 
     def __init__(self, model: nn.Module, inputs: CallInputs, main_input: str, count_work: bool) -> None:
@@ -69,6 +71,8 @@ class Record:
         self.output: Any = None
         self.object_tensors: dict[str, tuple[ObjectTensor, ...]] = {}
         self.lora_scale = 1.0
+        self.hooked: dict[str, frozenset[str]] = {}
+        self.handing: set[str] = set()
         self._attributes = {id(tensor): name for name, tensor in attributes.items()}
         self._ambient = _ambient()
 

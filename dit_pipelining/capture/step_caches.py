@@ -15,10 +15,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
-from dit_pipelining.capture.structure import map_tensors, tensors_in
+from dit_pipelining.capture.structure import copies_of_given
 from dit_pipelining.diffusers_hooks import hooks_of
 
 CONFIGS = ("TaylorSeerCacheConfig",)
@@ -76,11 +75,6 @@ def without_step_hooks(model: nn.Module) -> Iterator[None]:
 
 def _making(forward: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = {id(tensor) for tensor in tensors_in((args, kwargs))}
-
-        def own(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.clone() if id(tensor) in given else tensor
-
-        return map_tensors(own, forward(*args, **kwargs))
+        return copies_of_given((args, kwargs), forward(*args, **kwargs))
 
     return call

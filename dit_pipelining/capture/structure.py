@@ -38,5 +38,17 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     return value
 
 
+def hands_through(arguments: Any, result: Any) -> bool:
+    """Whether some of a call's tensors are in its result too."""
+    given = {id(tensor) for tensor in tensors_in(arguments)}
+    return any(id(tensor) in given for tensor in tensors_in(result))
+
+
+def copies_of_given(arguments: Any, result: Any) -> Any:
+    """The result of a call with copies in the place of those of the call's own tensors that are in it."""
+    given = {id(tensor) for tensor in tensors_in(arguments)}
+    return map_tensors(lambda tensor: tensor.clone() if id(tensor) in given else tensor, result)
+
+
 def is_namedtuple(value: Any) -> bool:
     return isinstance(value, tuple) and hasattr(value, "_fields")

@@ -33,6 +33,8 @@ from torch.overrides import TorchFunctionMode
 from dit_pipelining.capture import replay
 from dit_pipelining.capture.functions import is_plain_property, is_random, name_of, sets_data
 from dit_pipelining.capture.model_line import model_line
+from dit_pipelining.capture.module_hooks import has_hooks, hooked_within, without_hooks
+from dit_pipelining.capture.opaque import is_opaque, weights_within
 from dit_pipelining.capture.placing import object_layouts, place_inputs, refuse_filled_containers
 from dit_pipelining.capture.quantised import is_quantised_linear, like_quantised_linear
 from dit_pipelining.capture.record import Record, WritesIntoInputError
@@ -44,15 +46,10 @@ from dit_pipelining.capture.sandbox import (
     intercepted_function,
 )
 from dit_pipelining.capture.signature import CallInputs, object_state, objects_in, rebuild_inputs
-from dit_pipelining.capture.structure import tensors_in
+from dit_pipelining.capture.structure import copies_of_given, hands_through, tensors_in
 from dit_pipelining.capture.values import ValueNeededError, Values
-from dit_pipelining.errors import CaptureError
+from dit_pipelining.errors import CaptureError, ConfigError
 from dit_pipelining.torch_internals import NEEDS_VALUES, real_tensors, storage_key, version, without_gathering
-
-OPAQUE_PACKAGES = ("torch.nn.", "torch.ao.", "torchao.", "peft.", "bitsandbytes.", "diffusers.quantizers.")
-"""Modules with parameters from these packages are recorded as one call, since their inner state is their own affair."""
-
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class Tracer(TorchFunctionMode):
@@ -64,7 +61,11 @@ class Tracer(TorchFunctionMode):
         self.model = model = record.model
         self.blocks = {id(model.get_submodule(name)): name for name in blocks}
         self.modules = {id(module): name for name, module in reversed(list(model.named_modules()))}
-        self.opaque = {id(m) for m in model.modules() if id(m) in self.blocks or _is_opaque(m)}
+        inside = tuple(f"{name}." for name in blocks)
+        glue = {name: m for name, m in model.named_modules() if name and not f"{name}.".startswith(inside)}
+        # See [Note: hooks of modules] in module_hooks.py.
+        self.hooked = {id(m): name for name, m in glue.items() if has_hooks(m) or (is_opaque(m) and hooked_within(m))}
+        self.opaque = {id(m) for m in model.modules() if id(m) in self.blocks or is_opaque(m)} | self.hooked.keys()
         self.quantised = {id(m) for m in model.modules() if is_quantised_linear(m)}
         self.object_states: dict[int, Any] = {}
         self.values = Values(record)
@@ -78,6 +79,7 @@ class Tracer(TorchFunctionMode):
         with (
             exchanged_tensors(model, record.fake_weight) as record.names,
             without_gathering(model),
+            without_hooks(model),
             intercepted_calls(self._call) as self.plain_call,
             collected_lora_scales(model) as scales,
             intercepted_function(model, "create_block_mask", self._create_block_mask),
@@ -142,6 +144,9 @@ class Tracer(TorchFunctionMode):
             return self._run_module(module, args, kwargs)
         versions = [(t, version(t)) for t in tensors_in((args, kwargs))]
         name = self.modules[id(module)]
+        if id(module) in self.hooked:
+            self._refuse_hooked_chain(module, name)
+            self.record.hooked[name] = frozenset(weights_within(name, module))
         self.record.skip_work()
         # As they are before the call changes them.
         node_arguments = self.record.to_nodes(args), self.record.to_nodes(kwargs)
@@ -153,6 +158,8 @@ class Tracer(TorchFunctionMode):
             result = self._run_looking_at_values(module, args, kwargs)
         finally:
             self.inside_opaque = False
+        if hands_through((args, kwargs), result):
+            result = self._handed_through(module, (args, kwargs), result)
         self._remember_objects((args, kwargs))
         node = self.record.create(("call_module", name), *node_arguments)
         if id(module) in self.blocks:
@@ -165,6 +172,25 @@ class Tracer(TorchFunctionMode):
         if id(module) in self.quantised:
             return like_quantised_linear(module, *args, **kwargs)
         return self.plain_call(module, *args, **kwargs)
+
+    def _handed_through(self, module: nn.Module, arguments: Any, result: Any) -> Any:
+        """The result of a module that gives some of its arguments back: a hook may have other values for them."""
+        if id(module) in self.blocks:
+            self.record.handing.add(self.blocks[id(module)])
+        if id(module) not in self.hooked:
+            return result
+        self.inside_opaque = True
+        try:
+            return copies_of_given(arguments, result)
+        finally:
+            self.inside_opaque = False
+
+    def _refuse_hooked_chain(self, module: nn.Module, name: str) -> None:
+        if any(id(part) in self.blocks for part in module.modules()):
+            raise ConfigError(
+                f"{name!r} of {type(self.model).__name__} has a forward hook and contains blocks, which are on several ranks. "
+                "Put the hook on the blocks, or on what is inside of them."
+            )
 
     def _refuse_changed_objects(self, arguments: Any) -> None:
         """A block gets an object by reference, so what glue changes in it between two blocks would not be repeated."""
@@ -298,10 +324,3 @@ def _no_other_randomness(model: nn.Module) -> Iterator[None]:
             f"the forward of {type(model).__name__} draws random numbers from Python's or NumPy's generator. Ranks would "
             "draw different ones; pass the numbers in as an input."
         )
-
-
-def _is_opaque(module: nn.Module) -> bool:
-    path = type(module).__module__ + "."
-    if isinstance(module, CONTAINERS) or not path.startswith(OPAQUE_PACKAGES):
-        return False
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())

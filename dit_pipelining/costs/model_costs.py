@@ -176,6 +176,6 @@ def _crossing_bytes(graph: BlockGraph, level: Mapping[fx.Node, int], blocks: int
 
 
 def _weights(nodes: Iterable[fx.Node], sizes: Mapping[str, tuple[int, int]], graph: BlockGraph) -> tuple[int, int]:
-    names = {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")} - {*graph.constants}
+    names = frozenset().union(*map(graph.own_weights, nodes))
     outer = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
     return sum(sizes.get(name, NOTHING)[0] for name in outer), sum(sizes.get(name, NOTHING)[1] for name in outer)

@@ -148,10 +148,8 @@ class _Planner:
             roots = [*sent, *(node for node, own in self.stage_of_block.items() if own == stage)]
             computed, received = self._closure(roots, stage)
             outputs = self.graph.output_nodes if stage == self.stages[-1] else sent
-            weights = {str(n.target) for n in computed if n.op in ("call_module", "get_attr")} - {*self.graph.constants}
-            plans.append(
-                StagePlan(stage, tuple(received), tuple(computed), tuple(outputs), frozenset(weights)),
-            )
+            weights = frozenset().union(*map(self.graph.own_weights, computed))
+            plans.append(StagePlan(stage, tuple(received), tuple(computed), tuple(outputs), weights))
             sent = received
         return plans[::-1]
 
@@ -195,7 +193,7 @@ class _Planner:
 
     def _holds_own(self, node: fx.Node, stage: int) -> bool:
         """Whether a stage holds the weights that this very node uses."""
-        return self._holds(stage, self.graph.weights_of[node] & {str(node.target)})
+        return self._holds(stage, self.graph.own_weights(node))
 
     def _holds(self, stage: int, weights: frozenset[str]) -> bool:
         return self.held is None or all(holds(self.held[stage], name) for name in weights)

@@ -12,13 +12,13 @@ from dit_pipelining.capture.code import Function, compile_nodes
 from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.signature import CallInputs
 from dit_pipelining.capture.step_caches import keeps_steps
-from dit_pipelining.errors import ConfigError
+from dit_pipelining.errors import ConfigError, SplitError
 from dit_pipelining.lowering.boundary import BoundaryValue, StagePlan, holds, with_plain_strides
 from dit_pipelining.lowering.clock import StageClock
 from dit_pipelining.lowering.cuda_graph import GraphedFunction
 from dit_pipelining.lowering.invariant import InvariantGroup, split_invariant
 from dit_pipelining.sharding.hsdp import ShardedBlocks
-from dit_pipelining.torch_internals import local_part
+from dit_pipelining.torch_internals import local_part, version
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,13 +55,35 @@ class StageProgram:
     ) -> tuple[torch.Tensor, ...]:
         """Run on tensors as they were sent; returns tensors to send, or the output tensors of the last stage."""
         arguments = [value.from_wire(tensor) for value, tensor in zip(self.received, received, strict=True)]
-        arguments += [leaves[path] for path in self.inputs]
+        own = [leaves[path] for path in self.inputs]
         for group in self.groups:
-            arguments += group.kept.get(root, leaves)
-        outputs = self.function(root, *arguments)
+            own += group.kept.get(root, leaves)
+        before = _versions(own)
+        outputs = self.function(root, *arguments, *own)
+        self._check(outputs)
+        if _versions(own) != before:
+            raise SplitError(
+                f"a hook on a block of stage {self.plan.index} writes in place into what each stage computes for itself, and "
+                "mostly once for all steps, so the blocks of other stages do not see it. Let the hook return new tensors."
+            )
         if not self.sent:
             return outputs
         return tuple(value.to_wire(tensor) for value, tensor in zip(self.sent, outputs, strict=True))
+
+    def _check(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Check that the stage has made what was recorded, which the next one has memory for."""
+        for node, tensor in zip(self.plan.sent, outputs, strict=True):
+            expected = node.meta["shape"], node.meta["dtype"]
+            if (tuple(tensor.shape), tensor.dtype) != expected:
+                raise SplitError(
+                    f"stage {self.plan.index} made {node.name!r} as {tuple(tensor.shape)} {tensor.dtype}, where the model "
+                    f"makes it as {expected[0]} {expected[1]}. A hook, or a layer that was exchanged, changes the shape or "
+                    "dtype of what a block gives: let it keep them."
+                )
+
+
+def _versions(values: Sequence[Any]) -> list[int]:
+    return [version(value) for value in values if isinstance(value, torch.Tensor)]
 
 
 def build_program(graph: BlockGraph, plans: Sequence[StagePlan], index: int) -> StageProgram:

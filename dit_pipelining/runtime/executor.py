@@ -14,13 +14,15 @@ from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.capture.capturing import CaptureCache
 from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.hooks import refuse_hooks
+from dit_pipelining.capture.module_hooks import refuse_compiled
 from dit_pipelining.capture.signature import CallInputs, bind, first_argument, flatten_inputs
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.costs.machine import machine_of
 from dit_pipelining.costs.model_costs import model_costs
 from dit_pipelining.costs.plan import plan_cut
 from dit_pipelining.costs.sharded import sharded_over
-from dit_pipelining.lowering.boundary import StagePlan
+from dit_pipelining.lowering.boundary import StagePlan, holds
+from dit_pipelining.lowering.placed_blocks import PlacedBlocks
 from dit_pipelining.lowering.split import SplitModel, unused_tensors
 from dit_pipelining.lowering.stage import StageModule
 from dit_pipelining.runtime.idle import IdleReplicas
@@ -88,7 +90,9 @@ class TransformerExecutor:
         self._over_replicas = Cutter(latents, config.cfg_parallel_size, self._fits)
         self._along_stages = Cutter(latents, config.microbatches, self._fits)
         self._idle = IdleReplicas(name, 1 if config.use_hsdp else config.cfg_parallel_size)  # replicas hold weights too
-        rolling.between_calls.append(lambda: refuse_hooks(model))
+        self._placed: PlacedBlocks | None = None
+        rolling.between_calls.append(self._refuse_changes)
+        rolling.alike[f"what is changed in {name!r}"] = self._captures.state.changed_by_hand
 
     @property
     def awaits_weights(self) -> bool:
@@ -155,6 +159,18 @@ class TransformerExecutor:
             outputs += [graph.rebuild_output(own, inputs) for own, (_, inputs) in zip(tensors, group, strict=True)]
         return outputs
 
+    def _refuse_changes(self) -> None:
+        """Refuse what was done to the model since the call before, if its stages cannot follow it."""
+        refuse_hooks(self.model)
+        if self.config.compile is not None:
+            refuse_compiled(self.model, self.name)
+        if self._placed is not None:
+            self._placed.check(find_blocks(self.model, self.config.blocks), self._stage_of)
+
+    def _stage_of(self, block: str) -> int | None:
+        assert self.split is not None
+        return next((s.stage_index for s in self.split.stages if holds(s.held_weights, block)), None)
+
     def _stage(self) -> StageModule:
         assert self.split is not None
         return self.split.stages[self.rolling.mesh.stage]
@@ -177,6 +193,7 @@ class TransformerExecutor:
             self._fill_stage(plan, self._sharding_of(graph, plan))
 
         self.split = SplitModel(self.model, self._captures, graph, cut.partition, fill, cut)
+        self._placed = PlacedBlocks(self.model, find_blocks(self.model, self.config.blocks))
         if self.config.rebalance and self.split.num_stages > 1:
             partitioner = self.config.partitioner if callable(self.config.partitioner) else balanced
             self.rebalancer = Rebalancer(self.name, self.split, self.rolling, partitioner)

@@ -49,6 +49,7 @@ class Rolling:
         callers: a gloo group of the ranks that make the same calls, in this line and in those it shares them with.
         lockstep: of replicas whose ranks share sharded weights.
         between_calls: what every rank does before each call of the pipeline, while nothing is in flight.
+        alike: what has to be the same on all ranks at each call of the pipeline, beside its arguments, by a name for it.
         unfinished: transfers of components that requests have left because another one failed, and their order.
     """
 
@@ -72,6 +73,7 @@ class Rolling:
             self.line_group = new_group(lines, timeout, "nccl") if gpus else self.control
         self.copies_group = new_group(mesh.layout.groups("data"), timeout)
         self.between_calls: list[Callable[[], None]] = []
+        self.alike: dict[str, Callable[[], Sequence[str]]] = {}
         self.lockstep: Lockstep | None = None
         self.runner = self._make_runner(timeout, transport)
         guard.on_failure(self._stop)
@@ -124,12 +126,16 @@ class Rolling:
         """
         with self.guard.call(after_agreement=self.drain) as outermost:
             if outermost:
-                agree(name, arguments, self.callers, self.device)
+                agree(name, {**arguments, **self._alike()}, self.callers, self.device)
                 if self.between_calls:
                     self.drain()
                 for act in self.between_calls:
                     act()
             yield
+
+    def _alike(self) -> dict[str, Sequence[str]]:
+        found = {name: ask() for name, ask in self.alike.items()}
+        return {name: value for name, value in found.items() if value}
 
     def run(self, functions: Sequence[Callable[[], Any]], in_flight: int | None = None) -> list[Any]:
         """Run functions that submit calls as requests side by side, each on a CUDA stream of its own; see `Turns.run`."""

@@ -7,12 +7,23 @@ their own) has weights already and is kept; what the caller wrote into tensors w
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.torch_internals import version
+from dit_pipelining.weights.load import name_without_adapter
+
+
+@dataclass(frozen=True, eq=False)
+class _Untouched:
+    """A tensor without data as it was when the model was built, and its names there."""
+
+    tensor: "weakref.ref[torch.Tensor]"
+    version: int
+    names: set[str]
 
 
 class Untouched:
@@ -23,23 +34,30 @@ class Untouched:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._tensors: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {
-            id(tensor): (weakref.ref(tensor), version(tensor)) for tensor in model.state_dict(keep_vars=True).values()
-        }
+        self._tensors: dict[int, _Untouched] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            known = self._tensors.setdefault(id(tensor), _Untouched(weakref.ref(tensor), version(tensor), set()))
+            known.names.add(name)
 
     def given(self, model: nn.Module) -> frozenset[str]:
         """Names of the tensors that are not the model's first ones; they have data.
 
         Raises:
-            ConfigError: something was written into a tensor that has no data yet, or made from such ones.
+            ConfigError: something was written into a tensor that has no data yet, or made from such ones; or one was moved
+                or taken out.
         """
         found = set()
         tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+        names = {name_without_adapter(name) for name in tensors}
+        if gone := sorted(name for first in self._tensors.values() for name in first.names - names):
+            raise ConfigError(_lost(model, gone[0], "was taken out"))
         for name, tensor in tensors.items():
-            first, before = self._tensors.get(id(tensor), (None, 0))
-            if first is not None and first() is tensor:
-                if version(tensor) != before:
+            first = self._tensors.get(id(tensor))
+            if first is not None and first.tensor() is tensor:
+                if version(tensor) != first.version:
                     raise ConfigError(_lost(model, name, "was written into"))
+                if name_without_adapter(name) not in first.names:
+                    raise ConfigError(_lost(model, min(first.names), f"was put in the place of {name!r}"))
             elif tensor.device.type == "meta":
                 raise ConfigError(_lost(model, name, "was made"))
             else:
@@ -70,6 +88,6 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
 def _lost(model: nn.Module, name: str, what: str) -> str:
     return (
         f"{type(model).__name__}'s {name!r} {what} before the pipeline's first call, when the checkpoint had not been read, "
-        "so the change is lost. Change weights after the first call, or load the transformer yourself and pass it as "
+        "so the change would be lost. Change weights after the first call, or load the transformer yourself and pass it as "
         "`transformer=`."
     )

@@ -137,7 +137,16 @@ def make_from_nothing(model: Any) -> None:
     model.proj_out = nn.Linear(32, 4, device="meta")
 
 
-CHANGES = {change.__name__: change for change in (write, load_into, make_from_nothing)}
+def swap_blocks(model: Any) -> None:
+    blocks = model.transformer_blocks
+    blocks[0], blocks[1] = blocks[1], blocks[0]
+
+
+def take_a_block_out(model: Any) -> None:
+    del model.single_transformer_blocks[-1]
+
+
+CHANGES = {change.__name__: change for change in (write, load_into, make_from_nothing, swap_blocks, take_a_block_out)}
 
 
 def changed_before_the_first_call(folder: Path, name: str) -> str:
