@@ -82,6 +82,7 @@ def capture(
         hooks=hooks,
         hooked=record.hooked,
         handing=frozenset(record.handing),
+        draws=record.draws,
     )
     _check_step_hooks(model, graph, names)
     return graph

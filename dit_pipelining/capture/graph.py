@@ -36,6 +36,7 @@ class BlockGraph:
         hooks: that were on the blocks, and have to be when they run.
         hooked: the modules outside of blocks that run at every call, since hooks of the caller's are on or in them, and the
             names of what they compute with.
+        draws: the function that draws random numbers in a block, if one does.
         handing: the blocks that give some of their arguments back as they are, which the graph passes around them.
     """
 
@@ -52,6 +53,7 @@ class BlockGraph:
     hooks: tuple[BranchHook, ...] = ()
     hooked: Mapping[str, frozenset[str]] = field(default_factory=dict)
     handing: frozenset[str] = frozenset()
+    draws: str = ""
 
     @property
     def nodes(self) -> list[fx.Node]:

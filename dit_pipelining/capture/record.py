@@ -46,6 +46,7 @@ class Record:
         lora_scale: the scale the forward applied to LoRA layers around itself.
         hooked: the modules outside of blocks that are one call because of a hook, and the names of what they compute with.
         handing: the blocks that give some of their arguments back as they are.
+        draws: what draws random numbers in a block, if something does.
     """
 
     def __init__(self, model: nn.Module, inputs: CallInputs, main_input: str, count_work: bool) -> None:
@@ -73,6 +74,7 @@ class Record:
         self.lora_scale = 1.0
         self.hooked: dict[str, frozenset[str]] = {}
         self.handing: set[str] = set()
+        self.draws = ""
         self._attributes = {id(tensor): name for name, tensor in attributes.items()}
         self._ambient = _ambient()
 

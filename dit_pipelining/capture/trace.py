@@ -103,6 +103,8 @@ class Tracer(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.inside_opaque and is_random(func, kwargs):
+            self.record.draws = self.record.draws or name_of(func)
         if self.inside_opaque or torch.compiler.is_compiling() or is_plain_property(func):
             return self._run(func, args, kwargs)
         if is_random(func, kwargs):

@@ -21,6 +21,7 @@ from dit_pipelining.costs.machine import machine_of
 from dit_pipelining.costs.model_costs import model_costs
 from dit_pipelining.costs.plan import plan_cut
 from dit_pipelining.costs.sharded import sharded_over
+from dit_pipelining.errors import CaptureError
 from dit_pipelining.lowering.boundary import StagePlan, holds
 from dit_pipelining.lowering.placed_blocks import PlacedBlocks
 from dit_pipelining.lowering.split import SplitModel, unused_tensors
@@ -112,6 +113,7 @@ class TransformerExecutor:
         self._idle.see(self.rolling.turns, len(parts))
         split = self.split_for(parts[0])
         calls = [split.resolve(part) for part in parts]
+        self._refuse_random(calls[0][0])
         return merge(
             self._run_gpipe(calls)
             if self._gpipe is not None
@@ -167,6 +169,13 @@ class TransformerExecutor:
         if self._placed is not None:
             self._placed.check(find_blocks(self.model, self.config.blocks), self._stage_of)
 
+    def _refuse_random(self, graph: BlockGraph) -> None:
+        if graph.draws:
+            raise CaptureError(
+                f"blocks of the transformer {self.name!r} draw random numbers ({graph.draws}). Ranks would draw others than "
+                "one process does. If it is dropout, call eval() on the transformer."
+            )
+
     def _stage_of(self, block: str) -> int | None:
         assert self.split is not None
         return next((s.stage_index for s in self.split.stages if holds(s.held_weights, block)), None)
@@ -178,6 +187,7 @@ class TransformerExecutor:
     def _split(self, kwargs: Mapping[str, Any]) -> SplitModel:
         kwargs = bind(self.model.forward, (), kwargs)
         graph = self._captures.get(kwargs)
+        self._refuse_random(graph)
         shards = self._sharded.shards if self._sharded is not None else 1
         costs = sharded_over(model_costs(graph, self.model, self.machine.timing), shards)
         cut = plan_cut(

@@ -7,7 +7,14 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from dit_pipelining.api import ParallelConfig, load_pipeline, parallelize
-from dit_pipelining.errors import CheckpointError, ConfigError, ModelNotFoundError, NotATransformerError, WorldSizeError
+from dit_pipelining.errors import (
+    CaptureError,
+    CheckpointError,
+    ConfigError,
+    ModelNotFoundError,
+    NotATransformerError,
+    WorldSizeError,
+)
 from partitioners import (
     CountsNotIntegersError,
     NegativeCountError,
@@ -134,6 +141,24 @@ def move(folder: Path) -> None:
     pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=2))
     pipeline.to("cpu")  # where it is already
     pipeline.to(dtype=torch.float16)
+
+
+def paint_with_dropout(folder: Path) -> None:
+    pipeline = load_pipeline(folder, ParallelConfig(pipeline_parallel_size=2))
+    for module in pipeline.transformer.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+    options = dict(prompt="a", height=16, width=16, num_frames=5, num_inference_steps=1, output_type="latent")
+    pipeline(**options)  # nothing is dropped
+    pipeline.transformer.train()
+    with pytest.raises(CaptureError, match=r"draw random numbers \(dropout\).*call eval\(\)"):
+        pipeline(**options)
+    pipeline.transformer.eval()
+    pipeline(**options)
+
+
+def test_dropout_in_blocks_is_refused_on_every_rank_alike(ranks: RankPool, folder: Path) -> None:
+    ranks.run(2, paint_with_dropout, folder)
 
 
 def test_a_wrong_sum_is_an_error_on_every_rank(ranks: RankPool, folder: Path) -> None:
