@@ -25,6 +25,7 @@ from dit_pipelining.runtime.step_states import begin_states
 from dit_pipelining.runtime.withheld import hand_through, refuse_withheld, without_data
 from dit_pipelining.sharding.token_hooks import splits_tokens_of
 from dit_pipelining.torch_internals import parse_to
+from dit_pipelining.weights.pipelines import refuse_compiled_whole
 
 EXECUTOR = "_dit_pipelining_executor"
 ROLLING = "_dit_pipelining_rolling"
@@ -150,6 +151,7 @@ def _spread_class(cls: Any, shows: bool) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         rolling: Rolling = self.__dict__[ROLLING]
         own_call = cls.__call__.__get__(self)
+        refuse_compiled_whole(self.components)
         attach_guiders(self.components.values(), config_of)
         forget_hooks()
         begin_states()
@@ -178,6 +180,7 @@ def split_of(component: Any) -> SplitModel | None:
 
 @functools.cache
 def _parallel_class(cls: Any) -> Any:
+    @torch.compiler.disable  # what a caller compiles around it, such as a loop of their own, takes it as it is
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own_forward = cls.forward.__get__(self)

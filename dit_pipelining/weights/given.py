@@ -50,7 +50,8 @@ class Untouched:
         tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
         names = {name_without_adapter(name) for name in tensors}
         if gone := sorted(name for first in self._tensors.values() for name in first.names - names):
-            raise ConfigError(_lost(model, gone[0], "was taken out"))
+            is_compiled = any("._orig_mod." in name for name in names)
+            raise ConfigError(_lost(model, gone[0], "was wrapped by torch.compile" if is_compiled else "was taken out"))
         for name, tensor in tensors.items():
             first = self._tensors.get(id(tensor))
             if first is not None and first.tensor() is tensor:

@@ -290,6 +290,7 @@ def transformers_of(pipeline: Any) -> dict[str, nn.Module]:
 
     Raises:
         NotATransformerError: there are none.
+        ConfigError: one is compiled whole.
     """
     components = getattr(pipeline, "components", None)
     if not isinstance(components, dict):
@@ -297,6 +298,7 @@ def transformers_of(pipeline: Any) -> dict[str, nn.Module]:
         raise NotATransformerError(
             f"expected a diffusers pipeline, got {kind}. To split a model alone use split_model."
         )
+    refuse_compiled_whole(components)
     found = {name: component for name, component in components.items() if is_transformer(type(component))}
     if not found:
         raise NotATransformerError(
@@ -304,6 +306,20 @@ def transformers_of(pipeline: Any) -> dict[str, nn.Module]:
             f"{', '.join(components)}. Only transformers are split, not UNets."
         )
     return found
+
+
+def refuse_compiled_whole(components: Mapping[str, Any]) -> None:
+    """Refuse what `torch.compile` has made of a transformer: it would compile what sends calls to ranks.
+
+    Raises:
+        ConfigError: names the component.
+    """
+    for name, component in components.items():
+        if is_transformer(type(getattr(component, "_orig_mod", None))):
+            raise ConfigError(
+                f"the component {name!r} is wrapped by torch.compile, but the forward runs on several ranks. Leave it as it is "
+                f"(pipe.{name} = pipe.{name}._orig_mod), and give ParallelConfig(compile='blocks')."
+            )
 
 
 def read_index(folder: Path) -> dict[str, Any]:

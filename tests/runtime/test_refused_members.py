@@ -91,6 +91,9 @@ def refused_before_and_after(
     }
     first = paint(pipeline)
     found.append(refusals(pipeline, folder))
+    pipeline.transformer = torch.compile(model)
+    found[-1]["wrapped by torch.compile"] = refusal(lambda: paint(pipeline))
+    pipeline.transformer = model
     hooks.apply_first_block_cache(model, CACHES["first block"])  # past the model's own method
     hooked = refusal(lambda: paint(pipeline))
     return found, awaiting, hooked, first
@@ -102,6 +105,7 @@ def test_what_cannot_be_followed_is_refused_and_leaves_the_pipeline_as_it_is(
 ) -> None:
     [expected] = ranks.run(1, plain, folder)
     for found, awaiting, hooked, image in ranks.run(world_size(layout), refused_before_and_after, folder, layout):
+        assert "compile='blocks'" in found[-1].pop("wrapped by torch.compile")
         for answers in found:
             assert {name: part for name, part in EXPECTED.items() if part not in answers[name]} == {}
         assert all("first call" in text for text in awaiting.values())
@@ -178,6 +182,16 @@ def test_layers_put_in_before_the_first_call_are_kept(ranks: RankPool, folder: P
     assert not torch.equal(expected, plain(folder))
     for image in ranks.run(world_size(layout), with_a_layer_of_ones_own, folder, layout):
         assert torch.equal(image, expected)
+
+
+def test_a_transformer_that_is_compiled_whole_is_refused_before_ranks_meet(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder)
+    pipeline.transformer = torch.compile(pipeline.transformer)
+    with pytest.raises(ConfigError, match="compile='blocks'"):
+        parallelize(pipeline, ParallelConfig(pipeline_parallel_size=2))
 
 
 def after_a_cache(folder: Path) -> torch.Tensor:
