@@ -19,7 +19,8 @@ from dit_pipelining.costs.model_costs import weight_sizes
 from dit_pipelining.costs.plan import CutPlan
 from dit_pipelining.errors import ConfigError, InputError
 from dit_pipelining.lowering.boundary import BoundaryValue, StagePlan, holds, plan_stages
-from dit_pipelining.lowering.stage import StageModule, build_program
+from dit_pipelining.lowering.program import build_program
+from dit_pipelining.lowering.stage import StageModule
 from dit_pipelining.torch_internals import chunked, tree_map
 from partitioners import Partition
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from dit_pipelining.capture.branch_hooks import BranchHook, ask_hooks, read_hooks
+from dit_pipelining.capture.module_hooks import KINDS
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.diffusers_hooks import REGISTRY
 from dit_pipelining.errors import ConfigError
@@ -99,6 +101,7 @@ def _shell(model: nn.Module) -> nn.Module:
         memo[id(tensor)] = nn.Parameter(blank, requires_grad=False) if is_parameter else blank
     for module in model.modules():
         memo |= {id(vars(module)[key]): None for key in LEFT_BY_HOOKS if key in vars(module)}
+        memo |= {id(getattr(module, kind)): OrderedDict() for kind in KINDS}  # a caller's may hold the whole pipeline
         memo |= {id(value): value for value in vars(module).values() if isinstance(value, dist.ProcessGroup)}
     for module in model.modules():
         if isinstance(module, FSDPModule):

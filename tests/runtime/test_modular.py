@@ -65,6 +65,16 @@ def call(seed: int = 7, **changes: Any) -> dict[str, Any]:
     return options | dict(generator=torch.Generator().manual_seed(seed)) | changes
 
 
+class Brighter:
+    """Has a hook, and holds the pipeline, which cannot be copied."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self.pipeline = pipeline
+
+    def hook(self, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return 1.5 * output
+
+
 def with_each_guider(folder: Path, layout: str | None) -> dict[str, torch.Tensor]:
     pipeline = spread(folder, layout)
     # Diffusers knows how to perturb attention of processors that are registered; SD3's is not.
@@ -75,6 +85,9 @@ def with_each_guider(folder: Path, layout: str | None) -> dict[str, torch.Tensor
     for name, make in GUIDERS.items():
         pipeline.update_components(guider=make())
         seen[name] = pipeline(**call())
+    pipeline.update_components(guider=GUIDERS["skips layers"]())
+    pipeline.transformer.transformer_blocks[3].attn.to_q.register_forward_hook(Brighter(pipeline).hook)
+    seen["skips layers, with a hook of the caller's"] = pipeline(**call())
     return seen
 
 
