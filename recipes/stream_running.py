@@ -135,9 +135,10 @@ def show(stream: VideoStream, source: Source, args: argparse.Namespace, goals: S
             display.update(metrics.read(), stream.loads(), consumer.dropped, len(stream.levels))
     consumer.close()
     writer.close()
+    print()  # where there is no terminal, the display leaves its last line open
     for missed in goals.missed(metrics.read()):
         print(missed)
-    print(f"\nvideo: {args.output}")
+    print(f"video: {args.output}")
 
 
 def watched(stream: VideoStream, source: Source, metrics: StreamMetrics) -> Iterator[Any]:

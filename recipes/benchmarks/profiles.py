@@ -21,7 +21,6 @@ from dit_pipelining.capture.signature import bind
 from dit_pipelining.costs.devices import DeviceProfile, find_device
 from dit_pipelining.costs.measured import MeasuredProfile
 from dit_pipelining.errors import ConfigError
-from dit_pipelining.planning.forecast import stage_seconds
 from dit_pipelining.planning.inputs import build_inputs
 from dit_pipelining.planning.models import SizeRequest, find_model, model_inputs
 from dit_pipelining.planning.profile import device_name, measure_model
@@ -108,7 +107,7 @@ def measure_stages(
     with torch.no_grad():
         split = split_model(model, case.stages, inputs, partitioner="uniform", profile=profile)
         assert split.cut is not None
-        predicted = list(stage_seconds(split.cut))
+        predicted = split.cut.partition.compute_seconds(split.cut.costs, split.cut.ranks)
         if device is None:
             return [], predicted
         fill_randomly(

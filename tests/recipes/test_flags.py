@@ -1,5 +1,6 @@
 """Help and wrong flags are answered at once: before torch and diffusers, which take seconds, are imported."""
 
+import os
 import subprocess
 import sys
 
@@ -54,6 +55,16 @@ def test_values_that_cannot_be_used_are_said_without_torch(recipe: str, flags: l
     done = without_torch(recipe, *ANY, *flags)
     assert done.returncode == 1
     assert done.stderr.startswith(f"ConfigError: {message}")
+
+
+def test_all_scripts_find_what_they_import() -> None:
+    folders = [ROOT / "recipes", ROOT / "recipes" / "benchmarks"]
+    scripts = [str(path) for folder in folders for path in sorted(folder.glob("*.py"))]
+    code = "import runpy, sys; [runpy.run_path(script, run_name='imported') for script in sys.argv[1:]]"
+    path = os.pathsep.join(map(str, [ROOT, *folders]))
+    command = [sys.executable, "-c", code, *scripts]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_these_tests_would_notice_torch() -> None:
