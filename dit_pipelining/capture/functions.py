@@ -1,6 +1,14 @@
-"""Kinds of torch's functions, as far as recording a call of them depends on it."""
+"""Kinds of torch's functions, as far as recording a call of them depends on it, and what draws random numbers beside them."""
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import numpy
+from torch import nn
+
+from dit_pipelining.errors import CaptureError
 
 NOT_RECORDED = frozenset(
     {
@@ -48,3 +56,15 @@ def is_random(func: Any, kwargs: Any) -> bool:
 def sets_data(func: Any) -> bool:
     """Whether it is `x.data = y`, which torch does not count as a write."""
     return getattr(func, "__name__", "") == "__set__" and getattr(func.__self__, "__name__", "") == "data"
+
+
+@contextmanager
+def no_other_randomness(model: nn.Module) -> Iterator[None]:
+    """Refuse glue that draws from Python's or NumPy's generators, whose draws would be frozen into the graph."""
+    before = random.getstate(), repr(numpy.random.get_state(legacy=False))
+    yield
+    if (random.getstate(), repr(numpy.random.get_state(legacy=False))) != before:
+        raise CaptureError(
+            f"the forward of {type(model).__name__} draws random numbers from Python's or NumPy's generator. Ranks would "
+            "draw different ones; pass the numbers in as an input."
+        )

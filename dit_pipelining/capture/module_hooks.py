@@ -24,6 +24,8 @@ PARTS_OF_MODULES = ("torch.", "dit_pipelining.")
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a caller has put forward hooks on the module."""
+    if not (module._forward_pre_hooks or module._forward_hooks):
+        return False
     return any(_is_callers(hook) for kind in KINDS for hook in getattr(module, kind).values())
 
 

@@ -5,13 +5,14 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+from torch import nn
 
 from dit_pipelining.capture import replay
 from dit_pipelining.capture.record import Record
-from dit_pipelining.capture.signature import ObjectTensor, object_parts
+from dit_pipelining.capture.signature import CallInputs, ObjectTensor, object_parts
 from dit_pipelining.capture.structure import tensors_in
 from dit_pipelining.errors import CaptureError
-from dit_pipelining.torch_internals import real_tensors
+from dit_pipelining.torch_internals import real_tensors, storage_key
 
 
 def place_inputs(record: Record, copied: frozenset[str]) -> dict[str, Any]:
@@ -27,6 +28,19 @@ def place_inputs(record: Record, copied: frozenset[str]) -> dict[str, Any]:
     for path, value in record.inputs.objects.items():
         leaves[path] = _place_object(record, path, value)
     return leaves
+
+
+def refuse_aliases(model: nn.Module, inputs: CallInputs, path: str) -> None:
+    """The write goes to a copy, which other inputs in the same memory would not see."""
+    written = inputs.tensors[path]
+    if written.device.type == "meta":
+        return
+    for other, tensor in inputs.tensors.items():
+        if other != path and tensor.device.type != "meta" and storage_key(tensor) == storage_key(written):
+            raise CaptureError(
+                f"the forward of {type(model).__name__} writes in place into the input {path!r}, which shares its memory with "
+                f"{other!r}. Pass a copy of one of them."
+            )
 
 
 def object_layouts(record: Record, placed: Mapping[str, Any]) -> dict[str, tuple[ObjectTensor, ...]]:

@@ -55,7 +55,7 @@ class GlueState:
 
 def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Hashable]]:
     for name, value in values.items():
-        if isinstance(value, Mapping) and name == "_internal_dict":  # what `register_to_config` changes
+        if name == "_internal_dict" and isinstance(value, Mapping):  # what `register_to_config` changes
             yield name, repr(sorted(value.items(), key=repr))
-        elif isinstance(value, CONSTANTS) and not name.startswith("_"):
+        elif not name.startswith("_") and isinstance(value, CONSTANTS):
             yield name, (type(value), repr(value))

@@ -20,22 +20,20 @@ stage, so the trace starts again with a copy of that tensor taken first; a write
 A question about values is answered from the real inputs and kept with the graph, see [Note: questions] in values.py.
 """
 
-import random
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from dit_pipelining.capture import replay
-from dit_pipelining.capture.functions import is_plain_property, is_random, name_of, sets_data
+from dit_pipelining.capture.functions import is_plain_property, is_random, name_of, no_other_randomness, sets_data
 from dit_pipelining.capture.model_line import model_line
 from dit_pipelining.capture.module_hooks import has_hooks, hooked_within, without_hooks
 from dit_pipelining.capture.opaque import is_opaque, weights_within
-from dit_pipelining.capture.placing import object_layouts, place_inputs, refuse_filled_containers
+from dit_pipelining.capture.placing import object_layouts, place_inputs, refuse_aliases, refuse_filled_containers
 from dit_pipelining.capture.quantised import is_quantised_linear, like_quantised_linear
 from dit_pipelining.capture.record import Record, WritesIntoInputError
 from dit_pipelining.capture.sandbox import (
@@ -49,7 +47,7 @@ from dit_pipelining.capture.signature import CallInputs, object_state, objects_i
 from dit_pipelining.capture.structure import copies_of_given, hands_through, tensors_in
 from dit_pipelining.capture.values import ValueNeededError, Values
 from dit_pipelining.errors import CaptureError, ConfigError
-from dit_pipelining.torch_internals import NEEDS_VALUES, real_tensors, storage_key, version, without_gathering
+from dit_pipelining.torch_internals import NEEDS_VALUES, real_tensors, version, without_gathering
 
 
 class Tracer(TorchFunctionMode):
@@ -91,7 +89,7 @@ class Tracer(TorchFunctionMode):
         ):
             leaves = place_inputs(record, copied)
             kwargs = rebuild_inputs(record.inputs.kwargs, leaves)
-            with self, _no_other_randomness(model):
+            with self, no_other_randomness(model):
                 result = forward(**kwargs)
             refuse_filled_containers(record, record.inputs.kwargs, kwargs)
             record.output = record.to_nodes(result, output=True)
@@ -298,31 +296,6 @@ def trace(
                 return record
             except WritesIntoInputError as error:
                 copied |= {error.path}
-                _refuse_aliases(model, inputs, error.path)
+                refuse_aliases(model, inputs, error.path)
             finally:
                 record.originals.clear()  # who keeps the record, as the frames of an error do, does not keep the weights
-
-
-def _refuse_aliases(model: nn.Module, inputs: CallInputs, path: str) -> None:
-    """The write goes to a copy, which other inputs in the same memory would not see."""
-    written = inputs.tensors[path]
-    if written.device.type == "meta":
-        return
-    for other, tensor in inputs.tensors.items():
-        if other != path and tensor.device.type != "meta" and storage_key(tensor) == storage_key(written):
-            raise CaptureError(
-                f"the forward of {type(model).__name__} writes in place into the input {path!r}, which shares its memory with "
-                f"{other!r}. Pass a copy of one of them."
-            )
-
-
-@contextmanager
-def _no_other_randomness(model: nn.Module) -> Iterator[None]:
-    """Refuse glue that draws from Python's or NumPy's generators, whose draws would be frozen into the graph."""
-    before = random.getstate(), repr(numpy.random.get_state(legacy=False))
-    yield
-    if (random.getstate(), repr(numpy.random.get_state(legacy=False))) != before:
-        raise CaptureError(
-            f"the forward of {type(model).__name__} draws random numbers from Python's or NumPy's generator. Ranks would "
-            "draw different ones; pass the numbers in as an input."
-        )

@@ -186,7 +186,7 @@ def test_what_cannot_be_sharded_is_refused_with_the_reason(settings: dict[str, A
 
 
 def test_sizes_without_use_hsdp_are_refused() -> None:
-    with pytest.raises(ConfigError, match="use_hsdp is False"):
+    with pytest.raises(ConfigError, match="hsdp_shard_size=2 is given, but use_hsdp is not"):
         ParallelConfig(hsdp_shard_size=2)
 
 
