@@ -4,7 +4,7 @@ import inspect
 import logging
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +53,22 @@ def captured(spec: TransformerSpec, described: Mapping[str, Any], dtype: str) ->
         return Captured(
             model, captures, captures.get(bind(model.forward, (), build_inputs(with_dtype(described, dtype))))
         )
+
+
+Capture = Callable[[TransformerSpec, Mapping[str, Any], str], Captured]
+
+
+def once_each() -> Capture:
+    """`captured` for the transformers of one model, which captures each call once however often it is asked for."""
+    known: dict[str, Captured] = {}
+
+    def get(spec: TransformerSpec, described: Mapping[str, Any], dtype: str) -> Captured:
+        key = repr((spec.names, described, dtype))
+        if key not in known:
+            known[key] = captured(spec, described, dtype)
+        return known[key]
+
+    return get
 
 
 @contextmanager

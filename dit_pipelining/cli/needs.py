@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from dit_pipelining.cli.capturing import Capture, once_each
 from dit_pipelining.cli.checks import BAD, GOOD, NOTE, Finding
 from dit_pipelining.cli.study import Question, study
 from dit_pipelining.costs.devices import DEVICES, GIB
@@ -33,7 +34,8 @@ def needs(question: Question, kind: str | None = None) -> Iterator[Finding]:
         SplitError: the model or the kind is not known, or the model cannot be spread by these degrees.
     """
     machine(question.degrees.pipeline, kind)  # what cannot be read is an error before anything is captured
-    whole = study(replace(question, degrees=ALONE, text_encoder_tp_size=1))
+    capture = once_each()
+    whole = study(replace(question, degrees=ALONE, text_encoder_tp_size=1), capture)
     (memory,) = whole.memory
     parts = f"weights {data_size(memory.weights)}, activations {data_size(memory.activations)}"
     has_components = memory.encoders or memory.vae
@@ -47,7 +49,8 @@ def needs(question: Question, kind: str | None = None) -> Iterator[Finding]:
     kinds = [name for name in DEVICES if name != "cpu"] if own is None else [own]
     alike: dict[Finding, list[str]] = {}
     for each in kinds:
-        picture = _on_fewest(question, each, memory) if question.degrees == ALONE else _as_asked(question, each)
+        alone = question.degrees == ALONE
+        picture = _on_fewest(question, each, memory, capture) if alone else _as_asked(question, each, capture)
         finding = _too_small(whole) if picture is None else _each_rank(picture, question.degrees)
         if kind is None and not here and finding.state == BAD:
             finding = replace(finding, state=NOTE)  # about kinds that nobody asked for
@@ -77,16 +80,16 @@ def _too_small(whole: Picture) -> Finding:
     return Finding("", BAD, "too small, however many there are", _relief(whole))
 
 
-def _as_asked(question: Question, kind: str) -> Picture:
+def _as_asked(question: Question, kind: str, capture: Capture) -> Picture:
     """The cut over these ranks; if it does not fit, the one that lacks least."""
     asked = replace(question, ranks=kind)
     try:
-        return study(asked)
+        return study(asked, capture)
     except DoesNotFitError as error:
-        return study(replace(asked, partition=",".join(map(str, error.counts))))
+        return study(replace(asked, partition=",".join(map(str, error.counts))), capture)
 
 
-def _on_fewest(question: Question, kind: str, whole: RankMemory) -> Picture | None:
+def _on_fewest(question: Question, kind: str, whole: RankMemory, capture: Capture) -> Picture | None:
     """The cut over the smallest number of GPUs whose ranks all fit; None if they are too small for any number."""
     usable = machine(1, kind).ranks[0].memory_bytes
     assert usable is not None  # every kind says what it has
@@ -96,7 +99,7 @@ def _on_fewest(question: Question, kind: str, whole: RankMemory) -> Picture | No
     least = math.ceil(whole.weights / usable)
     for number in range(least, math.ceil((whole.total - whole.activations) / room) + SPARE_STAGES):
         try:
-            picture = study(replace(question, degrees=Degrees(pipeline=number), ranks=kind))
+            picture = study(replace(question, degrees=Degrees(pipeline=number), ranks=kind), capture)
         except TooManyStagesError:
             return None
         except PartitionError:

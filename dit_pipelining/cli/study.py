@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dit_pipelining.cli.arguments import DEFAULT_DEVICE, DEFAULT_STEPS
-from dit_pipelining.cli.capturing import Captured, captured
+from dit_pipelining.cli.capturing import Capture, Captured, captured
 from dit_pipelining.cli.plan_search import divides_of
 from dit_pipelining.config_checks import early_counts_check
 from dit_pipelining.costs.devices import DeviceProfile, find_device
@@ -101,8 +101,12 @@ class _Setting:
         return self.beside.for_partitioner(self.load.steps * self.load.calls_per_step, self.question.degrees)
 
 
-def study(question: Question) -> Picture:
+def study(question: Question, capture: Capture = captured) -> Picture:
     """Find out everything that was asked for.
+
+    Args:
+        question: what was asked.
+        capture: makes the captured transformers; several questions about one model can share them.
 
     Raises:
         SplitError, PartitionError: something that was asked cannot be.
@@ -134,7 +138,7 @@ def study(question: Question) -> Picture:
     beside = _components(question, known_beside, size, target.devices[-1], machine)
     setting = _Setting(question, model, machine, target, load, size, beside, _not_counted(known_beside, size))
     specs = zip(model.transformers, inputs, strict=True)
-    models = [captured(spec, described, question.dtype) for spec, (described, _) in specs]
+    models = [capture(spec, described, question.dtype) for spec, (described, _) in specs]
     costs = [_costs(setting, own) for own in models]
     picture = _picture(setting, models, costs, question.partitioner, question.partition, os.environ)
     alternatives = tuple(_alternative(setting, models, costs, name) for name in question.compare)

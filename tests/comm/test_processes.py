@@ -42,9 +42,9 @@ def needs_three() -> None:
 
 def test_too_few_processes_are_told_how_many_to_launch() -> None:
     with pytest.raises(
-        RemoteRankError, match=r"has 2 ranks, but .* Start them with `launch\(\.\.\., nproc=3\)`"
+        RemoteRankError, match=r"has 1 rank, but .* Start them with `launch\(\.\.\., nproc=3\)`"
     ) as caught:
-        launch(needs_three, nproc=2)
+        launch(needs_three, nproc=1)
     assert "torchrun" not in str(caught.value)
 
 

@@ -225,7 +225,7 @@ def test_what_cannot_be_split_is_refused_before_weights_are_read(folders: dict[s
 def test_sizes_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="text_encoder_tp_size=3: 2 ranks at most"):
         ParallelConfig(pipeline_parallel_size=2, data_parallel_size=2, text_encoder_tp_size=3)
-    with pytest.raises(ConfigError, match=r"text_encoder_tp_size\['t5'\]=0: expected an integer"):
+    with pytest.raises(ConfigError, match=r"text_encoder_tp_size=\{'t5': 0\}: expected integers of at least 1"):
         ParallelConfig(pipeline_parallel_size=2, text_encoder_tp_size={"t5": 0})
 
 
