@@ -131,15 +131,13 @@ class CaptureCache:
         with self._lock:
             key = (inputs.signature, self.model.training, self.state.now(), asked_hooks(self.model))
             known = self.graphs.setdefault(key, [])
-            for graph in known:
-                if graph.matches(self.model, inputs):
-                    refuse_hooked(self.model, graph.handing)
-                    return graph
-            if self.before_capture is not None:
-                self.before_capture()
-            graph = capture(self.model, kwargs, self.blocks, self.forward, self.count_work)
+            graph = next((own for own in known if own.matches(self.model, inputs)), None)
+            if graph is None:
+                if self.before_capture is not None:
+                    self.before_capture()
+                graph = capture(self.model, kwargs, self.blocks, self.forward, self.count_work)
+                known.append(graph)
             refuse_hooked(self.model, graph.handing)
-            known.append(graph)
             return graph
 
     def of_copy(self, model: nn.Module) -> "CaptureCache":

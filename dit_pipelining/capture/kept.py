@@ -58,9 +58,8 @@ class KeptFunction:
         # step, and what two threads can do to each other is to compute a result twice or to forget one.
         owner = weakref.ref(self)
 
-        results = map_tensors(
-            without_base, results
-        )  # else a view of an input would keep it alive, and with it this entry
+        # Else a view of an input would keep it alive, and with it this entry.
+        results = map_tensors(without_base, results)
 
         def forget(reference: "weakref.ref[Any]") -> None:
             function = owner()

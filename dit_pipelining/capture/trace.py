@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from dit_pipelining.capture import replay
 from dit_pipelining.capture.functions import is_plain_property, is_random, name_of, no_other_randomness, sets_data
 from dit_pipelining.capture.model_line import model_line
-from dit_pipelining.capture.module_hooks import has_hooks, hooked_within, without_hooks
+from dit_pipelining.capture.module_hooks import glue_modules, has_hooks, hooked_within, without_hooks
 from dit_pipelining.capture.opaque import is_opaque, weights_within
 from dit_pipelining.capture.placing import object_layouts, place_inputs, refuse_aliases, refuse_filled_containers
 from dit_pipelining.capture.quantised import is_quantised_linear, like_quantised_linear
@@ -59,11 +59,10 @@ class Tracer(TorchFunctionMode):
         self.model = model = record.model
         self.blocks = {id(model.get_submodule(name)): name for name in blocks}
         self.modules = {id(module): name for name, module in reversed(list(model.named_modules()))}
-        inside = tuple(f"{name}." for name in blocks)
-        glue = {name: m for name, m in model.named_modules() if name and not f"{name}.".startswith(inside)}
         # See [Note: hooks of modules] in module_hooks.py.
-        self.hooked = {id(m): name for name, m in glue.items() if has_hooks(m) or (is_opaque(m) and hooked_within(m))}
-        self.opaque = {id(m) for m in model.modules() if id(m) in self.blocks or is_opaque(m)} | self.hooked.keys()
+        glue = (module for name, module in glue_modules(model, frozenset(blocks)) if name)
+        self.hooked = {id(m) for m in glue if has_hooks(m) or (is_opaque(m) and hooked_within(m))}
+        self.opaque = {id(m) for m in model.modules() if id(m) in self.blocks or is_opaque(m)} | self.hooked
         self.quantised = {id(m) for m in model.modules() if is_quantised_linear(m)}
         self.object_states: dict[int, Any] = {}
         self.values = Values(record)

@@ -47,9 +47,9 @@ def needs(question: Question, kind: str | None = None) -> Iterator[Finding]:
     found = f"{min(torch.cuda.mem_get_info(index)[1] for index in range(here)) / GIB:.1f}GB" if here else None
     own = found if kind is None else kind
     kinds = [name for name in DEVICES if name != "cpu"] if own is None else [own]
+    alone = question.degrees == ALONE
     alike: dict[Finding, list[str]] = {}
     for each in kinds:
-        alone = question.degrees == ALONE
         picture = _on_fewest(question, each, memory, capture) if alone else _as_asked(question, each, capture)
         finding = _too_small(whole) if picture is None else _each_rank(picture, question.degrees)
         if kind is None and not here and finding.state == BAD:
