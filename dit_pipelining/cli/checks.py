@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from dit_pipelining.comm.processes import launch
 from dit_pipelining.errors import RemoteRankError
+from dit_pipelining.lowering.names import data_size
 
 OLDEST = {"torch": "2.11", "diffusers": "0.42", "transformers": "4.57", "accelerate": "1.0", "safetensors": "0.5"}
 """The packages that matter, and the oldest releases of them that work: those of pyproject.toml."""
@@ -107,7 +108,7 @@ def devices() -> Iterator[Finding]:
     """Memory and GPUs."""
     memory = psutil.virtual_memory()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding("host", GOOD, f"{cores} cores, {gib(memory.available)} of {gib(memory.total)} free")
+    yield Finding("host", GOOD, f"{cores} cores, {data_size(memory.available)} of {data_size(memory.total)} free")
     if not torch.cuda.is_available():
         hint = (
             "" if torch.version.cuda is None else "the driver is missing or older than torch's CUDA, or GPUs are hidden"
@@ -119,7 +120,7 @@ def devices() -> Iterator[Finding]:
         free, total = torch.cuda.mem_get_info(index)
         busy = free < 0.9 * total
         hint = "another process holds memory there (nvidia-smi shows which)" if busy else ""
-        text = f"{facts.name}, {gib(free)} of {gib(total)} free"
+        text = f"{facts.name}, {data_size(free)} of {data_size(total)} free"
         yield Finding(f"GPU {index}", NOTE if busy else GOOD, text, hint)
         if not torch.cuda.is_bf16_supported():
             yield Finding(f"GPU {index}", NOTE, "no bfloat16", "use torch_dtype=torch.float16")
@@ -183,8 +184,3 @@ def _exchange(backend: str, seconds: float) -> None:
     if float(tensor.sum()) != 1024.0:
         raise RuntimeError(f"{backend} gave wrong numbers")
     dist.destroy_process_group()
-
-
-def gib(size: int) -> str:
-    """Bytes, as people read them."""
-    return f"{size / 2**30:.1f} GiB"
