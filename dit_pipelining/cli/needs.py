@@ -93,11 +93,12 @@ def _on_fewest(question: Question, kind: str, whole: RankMemory, capture: Captur
     """The cut over the smallest number of GPUs whose ranks all fit; None if they are too small for any number."""
     usable = machine(1, kind).ranks[0].memory_bytes
     assert usable is not None  # every kind says what it has
-    room = usable - whole.activations  # which more stages do not make smaller
+    fixed = whole.activations + whole.requests  # which more stages do not make smaller
+    room = usable - fixed
     if room <= 0:
         return None
     least = math.ceil(whole.weights / usable)
-    for number in range(least, math.ceil((whole.total - whole.activations) / room) + SPARE_STAGES):
+    for number in range(least, math.ceil((whole.total - fixed) / room) + SPARE_STAGES):
         try:
             picture = study(replace(question, degrees=Degrees(pipeline=number), ranks=kind), capture)
         except TooManyStagesError:

@@ -9,6 +9,7 @@ from torch import nn
 
 from dit_pipelining.capture.branch_hooks import hooked
 from dit_pipelining.capture.graph import BlockGraph
+from dit_pipelining.capture.nodes import value_bytes
 from dit_pipelining.capture.signature import CallInputs
 from dit_pipelining.capture.step_caches import keeps_steps
 from dit_pipelining.errors import ConfigError
@@ -135,6 +136,13 @@ class StageModule(nn.Module):
     def messages(self, graph: BlockGraph) -> tuple[tuple[int, ...], ...]:
         """Bytes of the tensors that cross each boundary of the pipeline for this graph."""
         return self.programs[id(graph)].messages
+
+    def kept_bytes(self, graph: BlockGraph) -> tuple[int, int]:
+        """Bytes of what is computed once per denoising loop: for each call of a step, and for all calls together."""
+        sizes = [0, 0]
+        for group in self.programs[id(graph)].groups:
+            sizes[not group.kept.inputs] += sum(map(value_bytes, group.values))
+        return sizes[0], sizes[1]
 
     def wire_metadata(self, graph: BlockGraph) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """Tensors on the meta device like those the stage receives and returns for this graph."""

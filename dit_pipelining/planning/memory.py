@@ -24,6 +24,8 @@ class RankMemory:
         activations: of the fullest moment of its stages, or of decoding where that is fuller.
         buffers: slots for what is received, which peer copies have on every rank, the stage's own copy of it, and copies of
             what waits to be sent.
+        requests: what requests in flight hold: the inputs and results of their calls, and what the stage computes of those
+            inputs once (see `KeptFunction`).
         encoders: weights of text and image encoders.
         vae: weights of the VAE.
     """
@@ -32,6 +34,7 @@ class RankMemory:
     replicated: int = 0
     activations: int = 0
     buffers: int = 0
+    requests: int = 0
     encoders: int = 0
     vae: int = 0
 
@@ -71,19 +74,21 @@ def _rank(
     degrees: Degrees,
 ) -> RankMemory:
     decodes = workload.decode_rank is None or rank == workload.decode_rank % workload.num_ranks
-    held, copied, activations, buffers = 0, 0, beside.decode_bytes if decodes else 0, 0
+    held, copied, activations, buffers, kept = 0, 0, beside.decode_bytes if decodes else 0, 0, 0
     for (split, number), stages in zip(splits, weights, strict=True):
         own, copies = stages[rank]
         held += own * number
         copied += copies * number
         activations = max(activations, _activations(split, rank))
         buffers = max(buffers, _buffers(split, rank, workload, degrees.sequence))
+        kept += _kept(split, rank, workload) * number
     encoders = (
         beside.encoder_bytes
         if workload.encode_rank is None
         else beside.encoder_bytes_at((rank - workload.encode_rank) % workload.num_ranks * degrees.inside)
     )
-    return RankMemory(held, copied, activations, buffers, encoders, beside.vae_bytes if decodes else 0)
+    requests = kept + max(_given(split, workload) for split, _ in splits)
+    return RankMemory(held, copied, activations, buffers, requests, encoders, beside.vae_bytes if decodes else 0)
 
 
 def _weights(split: SplitModel, degrees: Degrees) -> list[tuple[int, int]]:
@@ -121,3 +126,23 @@ def _buffers(split: SplitModel, rank: int, workload: Workload, parts: int) -> in
     if workload.num_ranks == 1:
         return 0
     return SLOTS * (max(crossing, default=0) + results + (0 if is_last else crossing[rank])) + received
+
+
+def _calls(workload: Workload) -> int:
+    """Of a step of all requests in flight. One process runs one request after the other."""
+    in_flight = 1 if workload.num_ranks == 1 else min(workload.requests, workload.in_flight or workload.requests)
+    return in_flight * workload.calls_per_step
+
+
+def _given(split: SplitModel, workload: Workload) -> int:
+    """Inputs of the calls, what comes of them, and what the pipeline makes of that (its next latents)."""
+    nodes = split.graph.graph.nodes
+    inputs = sum(value_bytes(node) for node in nodes if node.op == "placeholder")
+    results = sum(value_bytes(node) for node in split.graph.output_nodes)
+    return _calls(workload) * (inputs + 2 * results)
+
+
+def _kept(split: SplitModel, rank: int, workload: Workload) -> int:
+    """Of one transformer; of values made of no input there is one for all calls."""
+    for_each, for_all = split.stages[rank].kept_bytes(split.graph)
+    return math.ceil(_calls(workload) / workload.replicas) * for_each + for_all

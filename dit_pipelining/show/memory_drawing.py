@@ -12,6 +12,7 @@ KIND_COLOURS = {
     "replicated": "#8ab4e8",
     "activations": "#1a9e77",
     "buffers": "#e08a1e",
+    "requests": "#6b7a88",
     "encoders": "#8661c1",
     "vae": "#c2549d",
 }

@@ -15,6 +15,7 @@ at the rates that such small products reach.
 import argparse
 import functools
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -95,10 +96,11 @@ class Loop:
 
 
 def compare(runs: dict[str, Callable[..., Any]], loop: Loop, rounds: int) -> dict[str, float]:
-    """Median milliseconds of each, run in turn."""
+    """Median milliseconds of each, run in turn, in another order each round: what ran before may leave its mark."""
     times: dict[str, list[float]] = {name: [] for name in runs}
+    order = random.Random(0)
     for round_number in range(rounds + 3):
-        for name, run in runs.items():
+        for name, run in order.sample(list(runs.items()), len(runs)):
             inputs = loop.next()
             torch.cuda.synchronize()
             own = milliseconds(lambda run=run, inputs=inputs: run(**inputs))

@@ -6,8 +6,9 @@ On one card, stage after stage: a stage's weights are filled at random, of both 
 stage runs one call on what the stage before it sent, and its weights go again. `peak` is the largest allocation meanwhile.
 
 What should happen: a stage holds its blocks and the glue that it computes, so weights are 1 / S of the model and a little
-more. On top come the activations of its largest block and what the transformers receive; the buffers between ranks, which
-`show` counts too, are not here. Text encoders and the VAE are not part of it: a pipeline holds them on one rank, not on all.
+more. On top come the activations of its largest block and what the transformers receive; the buffers between ranks and
+what requests in flight hold, which `show` counts too, are not here. Text encoders and the VAE are not part of it: a pipeline
+holds them on one rank, not on all.
 """
 
 import argparse
@@ -53,7 +54,8 @@ def stage_rows(facts: Preset, stages: int, device: torch.device) -> list[dict[st
         others = inputs_bytes(inputs)
         boundary = max(sum(value.bytes for value in values) for values in splits[0].boundaries)
         # What a transformer receives, and what the others have sent or are to receive, lies there meanwhile.
-        expected = predicted[stage].total - predicted[stage].buffers + boundary * (len(splits) - (stage == 0))
+        own = predicted[stage]
+        expected = own.total - own.buffers - own.requests + boundary * (len(splits) - (stage == 0))
         peak = torch.cuda.max_memory_allocated(device) - others
         rows.append(
             dict(

@@ -11,6 +11,8 @@ from torch import nn
 from dit_pipelining.api import SplitModel, split_model
 from tests.capture.toy import DIM, Toy, randn
 from tests.same import assert_same
+from tests.zoo import CASES
+from tests.zoo.case import build_inputs, build_model
 
 
 class Counted(nn.Linear):
@@ -154,6 +156,26 @@ def test_what_is_kept_goes_when_the_prompt_dies() -> None:
 def kept_results(split: SplitModel) -> int:
     programs = [program for stage in split.stages for program in stage.programs.values()]
     return sum(len(group.kept._kept) for program in programs for group in program.groups if group.kept.inputs)
+
+
+def test_the_size_of_what_is_kept_is_known_before_it_is_there() -> None:
+    """A text projection for each prompt, and rotary tables for all, against the tensors that a Wan's stages keep."""
+    case = CASES["WanTransformer3D"]
+    inputs = build_inputs(case)
+    split = split_model(build_model(case), 2, inputs)
+    prompts = [torch.randn_like(inputs["encoder_hidden_states"]) for _ in range(3)]
+    for text in prompts:
+        split(**{**inputs, "encoder_hidden_states": text})
+    for stage in split.stages:
+        for_each, for_all = stage.kept_bytes(split.graph)
+        assert for_each > 0 and for_all > 0
+        held = [
+            tensor.nbytes
+            for group in stage.programs[id(split.graph)].groups
+            for entry in group.kept._kept.values()
+            for tensor in entry.results
+        ]
+        assert sum(held) == len(prompts) * for_each + for_all
 
 
 def test_a_split_that_is_dropped_keeps_nothing() -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from dit_pipelining.api import split_model
 from dit_pipelining.capture.blocks import find_blocks
@@ -73,10 +74,29 @@ def test_buffers_are_slots_on_every_rank_and_copies_of_what_arrives_and_of_what_
     assert gpipe[1].buffers == 5 * (crossing[0] + crossing[1])
 
 
-def test_one_process_has_no_buffers(split):
+def test_requests_in_flight_hold_their_calls_inputs_and_results(split):
+    inputs = build_inputs(CASES["WanTransformer3D"]).values()
+    given = sum(value.nbytes for value in inputs if isinstance(value, torch.Tensor))
+    (result,) = map(value_bytes, split.graph.output_nodes)
+    kept = [stage.kept_bytes(split.graph) for stage in split.stages]
+
+    def predicted(**options):
+        return [own.requests for own in rank_memory([(split, 1)], workload(**options), BESIDE)]
+
+    a_call = given + 2 * result
+    assert predicted() == [a_call + each + once for each, once in kept]
+    assert predicted(requests=3, calls_per_step=2) == [6 * (a_call + each) + once for each, once in kept]
+    assert predicted(requests=9, in_flight=3) == predicted(requests=3)
+    # Every rank of both replicas runs the whole pipeline, and its stage half of the calls.
+    assert predicted(requests=3, calls_per_step=2, replicas=2) == [6 * a_call + 3 * each + once for each, once in kept]
+
+
+def test_one_process_has_no_buffers_and_one_request_at_a_time(split):
     whole = split_model(split.model, 1, build_inputs(CASES["WanTransformer3D"]))
     alone = Workload(stage_seconds=(1.0,), transfer_seconds=(), encode_rank=0, decode_rank=0)
-    assert rank_memory([(whole, 1)], alone, BESIDE)[0].buffers == 0
+    (one,) = rank_memory([(whole, 1)], alone, BESIDE)
+    assert one.buffers == 0
+    assert rank_memory([(whole, 1)], replace(alone, requests=5), BESIDE) == (one,)
 
 
 def test_ranks_that_share_a_stage_hold_what_they_share(split):
