@@ -15,7 +15,16 @@ def is_opaque(module: nn.Module) -> bool:
     path = type(module).__module__ + "."
     if isinstance(module, CONTAINERS) or not path.startswith(OPAQUE_PACKAGES):
         return False
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+    return _has_tensors(module)
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    """Whether the module has parameters or buffers, itself or within. Asked at every call of a model: without generators."""
+    for tensors in (module._parameters, module._buffers):
+        for tensor in tensors.values():
+            if tensor is not None:
+                return True
+    return any(child is not None and _has_tensors(child) for child in module._modules.values())
 
 
 def weights_within(name: str, module: nn.Module) -> Iterator[str]:
