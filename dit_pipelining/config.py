@@ -85,7 +85,7 @@ class ParallelConfig:
             longer than running them.
         transport: how data moves between the ranks. `"auto"`: `"peer"` where each rank has a GPU of its own on one host
             (copy engines, ordered by the GPUs themselves), else `"host"` (gloo, through host memory): on CPUs, for ranks
-            that share a GPU, and across hosts. `"nccl"` has been seen to run with small models only.
+            that share a GPU, and across hosts. `"nccl"`, where each rank has a GPU, has been measured on one host only.
         vae_placement: `"inline"`: the rank that holds the VAE also runs blocks; `"shared"`: it is a rank of its own, without
             blocks.
         rebalance: measure how long the stages take, and between two calls of the pipeline move blocks to other ranks where

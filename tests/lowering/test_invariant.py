@@ -168,7 +168,8 @@ def test_the_size_of_what_is_kept_is_known_before_it_is_there() -> None:
         split(**{**inputs, "encoder_hidden_states": text})
     for stage in split.stages:
         for_each, for_all = stage.kept_bytes(split.graph)
-        assert for_each > 0 and for_all > 0
+        assert for_each > 0
+        assert for_all > 0
         held = [
             tensor.nbytes
             for group in stage.programs[id(split.graph)].groups
