@@ -16,7 +16,8 @@ from dit_pipelining.comm.launch import Launch
 from dit_pipelining.comm.processes import launch
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.config_checks import check_partitioner, check_positive, early_counts_check
-from dit_pipelining.config_sources import load_config, sources_named
+from dit_pipelining.config_names import sources_named
+from dit_pipelining.config_sources import load_config
 from dit_pipelining.costs.machine import RankChoice, machine
 from dit_pipelining.costs.plan import plan_cut
 from dit_pipelining.costs.timing import TimingChoice
@@ -161,7 +162,7 @@ def load_pipeline(
         )
     dtype = torch_dtype if dtype is None else dtype
     refuse_preset(source)
-    with sources_named(config), Launch(config) as launch:
+    with sources_named(config.told), Launch(config) as launch:
         try:
             files = find_pipeline(source, pipeline_class, dtype, variant, revision, components)
         except ModelNotFoundError as error:
@@ -188,7 +189,7 @@ def parallelize(pipeline: Any, config: ParallelConfig) -> Any:
     Raises:
         WorldSizeError, ConfigError, NotATransformerError, PartitionError, RemoteRankError: as in `load_pipeline`.
     """
-    with sources_named(config), Launch(config) as launch:
+    with sources_named(config.told), Launch(config) as launch:
         if config.world_size == 1:
             return pipeline.to(launch.join())
         models = transformers_of(pipeline)

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 from dit_pipelining.config_checks import (
     check_contradictions,
@@ -14,6 +14,7 @@ from dit_pipelining.config_checks import (
     early_counts_check,
     hsdp_sizes,
 )
+from dit_pipelining.config_names import sources_named
 from dit_pipelining.config_types import check_types
 from dit_pipelining.errors import ConfigError, WorldSizeError
 from partitioners import Partitioner, RankSpec, TooManyStagesError
@@ -97,6 +98,8 @@ class ParallelConfig:
             VAEs on the last rank that returns results.
         output_ranks: ranks that return what the pipeline makes; the others return the same class of output with None in
             place of the data, and never hold decoded pixels. For example `[0]`.
+        told: of fields that a file or the environment gave, their value and what an error calls them, such as `{"topology":
+            ("pcie", "hardware.topology='pcie' (config.yaml)")}`. `load_config` fills it in.
 
     Raises:
         ConfigError: a value cannot be used; says which and why.
@@ -131,10 +134,16 @@ class ParallelConfig:
     component_ranks: Mapping[str, int | Literal["all"]] | None = None
     output_ranks: Literal["all"] | Sequence[int] = "all"
 
-    told: ClassVar[Mapping[str, str]] = {}
-    """What an error calls fields that a file or the environment gave, such as `pipeline_stages=2 (config.yaml)`."""
+    told: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # What `dataclasses.replace` has exchanged is of no file.
+        told = {name: own for name, own in self.told.items() if getattr(self, name) is own[0]}
+        object.__setattr__(self, "told", told)
+        with sources_named(told):
+            self._check()
+
+    def _check(self) -> None:
         check_types(self)
         for name in (*DIMENSIONS.values(), "microbatches", "vae_patch_parallel_size"):
             check_positive(name, getattr(self, name))

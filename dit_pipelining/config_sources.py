@@ -18,9 +18,7 @@ These keys may lie under `diffusion` and `diffusion.parallelism`. In the environ
 
 import difflib
 import os
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import prod
 from pathlib import Path
@@ -30,14 +28,14 @@ import yaml
 
 from dit_pipelining.config import DIMENSIONS, ParallelConfig
 from dit_pipelining.config_checks import check_positive, integer_in
+from dit_pipelining.config_names import sources_named
 from dit_pipelining.errors import ConfigError
-from partitioners.errors import CountsError
 
 PREFIX = "DIT_PIPELINING_"
 SIZE = "pipeline_parallel_size"
 ULYSSES = "ulysses_degree"
 HOLDERS = ("cfg_parallel_size", "ring_degree", ULYSSES)
-FIELDS = tuple(field.name for field in fields(ParallelConfig))
+FIELDS = tuple(field.name for field in fields(ParallelConfig) if field.name != "told")
 VARIABLES = {
     "DIFFUSION_PARALLELISM_STRATEGY": "strategy",
     "DIFFUSION_PIPELINE_STAGES": "pipeline_stages",
@@ -114,32 +112,10 @@ def load_config(
         merged |= sizes | own
         told = {field: other for field, other in told.items() if field not in sizes}
         told |= {field: source.of(key) for field, key in keys.items()}
-    try:
-        with _named({field: (merged[field], name) for field, name in told.items()}):
-            config = ParallelConfig(**_counted(merged, environment))
-    except CountsError as error:
-        raise type(error)(error.counts, told["partition"], *error.args[2:]) from None
-    object.__setattr__(config, "told", told)
-    return config
-
-
-def sources_named(config: ParallelConfig) -> AbstractContextManager[None]:
-    """A context whose ConfigErrors name the settings of a configuration by the file or variable that they are from."""
-    return _named({field: (getattr(config, field), name) for field, name in config.told.items()})
-
-
-@contextmanager
-def _named(settings: Mapping[str, tuple[Any, str]]) -> Iterator[None]:
-    """Let errors write each setting, given by field as its value and what to call it, as whoever gave it wrote it."""
-    try:
-        yield
-    except ConfigError as error:
-        message = str(error)
-        for field, (value, name) in settings.items():
-            setting = re.escape(f"{field}={value!r}")
-            message = name.join(re.split(rf"(?<!\w){setting}(?!\w|\.\d)", message))
-        error.args = (message,)
-        raise
+    named = {field: (merged[field], name) for field, name in told.items()}
+    with sources_named(named):
+        counted = _counted(merged, environment)
+    return ParallelConfig(**counted, told=named)
 
 
 def _counted(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dit_pipelining.errors import ConfigError
 
-CHECKED_ELSEWHERE = ("partition", "partitioner")
-"""Errors of block counts are CountsErrors, and a partitioner's lists those that there are."""
+NOT_CHECKED = ("partition", "partitioner", "told")
+"""Errors of block counts are CountsErrors, a partitioner's lists those that there are, and nobody writes what is told."""
 
 EXPECTED = {
     "profile": "a file of `dit-pipelining profile`, or a device such as 'h200'",
@@ -31,7 +31,7 @@ def check_types(config: Any) -> None:
     hints = get_type_hints(type(config))
     for field in fields(config):
         value, hint = getattr(config, field.name), hints[field.name]
-        if field.name not in CHECKED_ELSEWHERE and not _fits(value, hint):
+        if field.name not in NOT_CHECKED and not _fits(value, hint):
             raise ConfigError(f"{field.name}={value!r}: expected {EXPECTED.get(field.name) or _described(hint)}.")
 
 

@@ -1,12 +1,14 @@
 """Configurations from a file, the environment and arguments: which one decides, and what wrong keys meet."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dit_pipelining.api import ParallelConfig, load_config, load_pipeline
-from dit_pipelining.config_sources import sources_named
+from dit_pipelining.config_names import sources_named
 from dit_pipelining.errors import ConfigError, WorldSizeError
 from partitioners import CountsNotIntegersError, NegativeCountError, NoCountsError, WrongNumberOfCountsError
 from partitioners.errors import CountsError
@@ -182,7 +184,7 @@ def test_a_size_that_a_strategy_makes_is_not_said_to_be_of_the_file(tmp_path: Pa
     config = load_config(file, environment={**environment, "WORLD_SIZE": "2"})
     with (
         pytest.raises(WorldSizeError, match="pipeline_parallel_size=1 x ulysses_degree=2 needs 2"),
-        sources_named(config),
+        sources_named(config.told),
     ):
         config.check_world_size(3)
 
@@ -233,3 +235,28 @@ def test_a_number_of_processes_that_is_none_is_said(size: str) -> None:
 def test_an_unknown_argument_is_an_error_that_lists_the_known() -> None:
     with pytest.raises(ConfigError, match=r"the argument 'stages' is not known. .*Known are pipeline_parallel_size"):
         load_config(environment={}, stages=2)
+
+
+def test_a_configuration_with_values_exchanged_names_the_others_by_their_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "pipeline_stages: 2\nhardware.topology: pcie\npartition: [3, 1]")
+    config = replace(load_config(path, environment={}), timeout_seconds=5.0)
+    assert config == load_config(path, environment={}, timeout_seconds=5.0)
+    of_file = re.escape(f"({path})")
+    with (
+        pytest.raises(WorldSizeError, match=f"x pipeline_stages=2 {of_file} needs 2"),
+        sources_named(config.told),
+    ):
+        config.check_world_size(3)
+    with pytest.raises(ConfigError, match=f"^hardware.topology='pcie' {of_file}: no"), sources_named(config.told):
+        raise ConfigError("topology='pcie': no")
+    with pytest.raises(WrongNumberOfCountsError, match=rf"from partition=\[3, 1\] {of_file}: there are 2"):
+        replace(config, pipeline_parallel_size=3)
+
+
+def test_what_is_exchanged_is_not_said_to_be_of_the_file(tmp_path: Path) -> None:
+    config = load_config(written(tmp_path, "pipeline_stages: 2\npartition: [3, 1]"), environment={})
+    with pytest.raises(WrongNumberOfCountsError, match="from the argument: there are 1 of them"):
+        replace(config, partition=[4])
+    changed = replace(config, pipeline_parallel_size=3, partition=None)
+    with pytest.raises(WorldSizeError, match=r"x pipeline_parallel_size=3 needs 3"), sources_named(changed.told):
+        changed.check_world_size(2)
