@@ -29,6 +29,7 @@ from dit_pipelining.runtime.loading import find_pipeline, load_split, load_whole
 from dit_pipelining.runtime.parallel import split_in_memory
 from dit_pipelining.runtime.requests import OnOutput, run_requests
 from dit_pipelining.runtime.serving import RequestQueue
+from dit_pipelining.runtime.whole import check_whole, says_something
 from dit_pipelining.stream.session import VideoStream
 from dit_pipelining.stream.spec import StreamSpec
 from dit_pipelining.weights.pipelines import (
@@ -191,6 +192,8 @@ def parallelize(pipeline: Any, config: ParallelConfig) -> Any:
     """
     with sources_named(config.told), Launch(config) as launch:
         if config.world_size == 1:
+            if says_something(config):
+                check_whole(pipeline, config)
             return pipeline.to(launch.join())
         models = transformers_of(pipeline)
         if not adopt(pipeline, models, config):

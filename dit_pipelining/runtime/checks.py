@@ -19,7 +19,12 @@ from dit_pipelining.weights.quantised import refuse_cutting_quantised
 
 
 def check_splits(config: ParallelConfig, models: Mapping[str, nn.Module]) -> None:
-    config.check_components(models)
+    """Check that transformers, with weights or without, can be split as a configuration says.
+
+    Raises:
+        ConfigError, BlocksNotFoundError, PartitionError: they cannot; says why.
+    """
+    check_cuts(config, models)
     cuts = {
         "tensor_parallel_size": config.tensor_parallel_size > 1,
         "use_hsdp": config.use_hsdp,
@@ -36,6 +41,15 @@ def check_splits(config: ParallelConfig, models: Mapping[str, nn.Module]) -> Non
             check_sequence_parallel(model, config.ulysses_degree, config.tensor_parallel_size)
         if config.tensor_parallel_size > 1:
             check_tensor_parallel(model, config.tensor_parallel_size, find_blocks(model, config.blocks))
+
+
+def check_cuts(config: ParallelConfig, models: Mapping[str, nn.Module]) -> None:
+    """Check what a configuration says about where transformers are cut, and for what.
+
+    Raises:
+        ConfigError, BlocksNotFoundError, PartitionError: it does not fit them, or they do not fit the ranks' memory.
+    """
+    config.check_components(models)
     target = machine_of(config)
     given = [check_counts(config, name, model) for name, model in models.items()]
     if target.has_limits and not any(given):

@@ -17,6 +17,7 @@ from dit_pipelining.capture.hooks import refuse_hooks
 from dit_pipelining.capture.module_hooks import refuse_compiled
 from dit_pipelining.capture.signature import CallInputs, bind, first_argument, flatten_inputs
 from dit_pipelining.config import ParallelConfig
+from dit_pipelining.config_names import sources_named
 from dit_pipelining.costs.machine import machine_of
 from dit_pipelining.costs.model_costs import model_costs
 from dit_pipelining.costs.plan import plan_cut
@@ -122,7 +123,10 @@ class TransformerExecutor:
 
     def split_for(self, kwargs: Mapping[str, Any]) -> SplitModel:
         """The model in stages, cut for a call with these arguments if it has not been cut yet."""
-        return self.split or self._split(kwargs)
+        if self.split is not None:
+            return self.split
+        with sources_named(self.config.told):
+            return self._split(kwargs)
 
     def _fits(self, whole: Mapping[str, Any], part: Mapping[str, Any], size: int) -> bool:
         """Whether the forward takes these inputs of a smaller batch, and does its share of the whole with them."""

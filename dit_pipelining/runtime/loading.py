@@ -1,6 +1,6 @@
 """Load a pipeline from its folder, whole or with each rank's part of it only."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,11 +16,12 @@ from dit_pipelining.comm.layout import CALLERS
 from dit_pipelining.comm.mesh import Mesh, layout_of, line_group, new_group
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.errors import ConfigError, NotATransformerError
-from dit_pipelining.runtime.checks import check_splits
+from dit_pipelining.runtime.checks import check_cuts, check_splits
 from dit_pipelining.runtime.filling import from_checkpoint, from_memory
 from dit_pipelining.runtime.owned import text_parts
 from dit_pipelining.runtime.parallel import cut_over_ranks, spread
 from dit_pipelining.runtime.placing import Places, choose_places
+from dit_pipelining.runtime.whole import check_whole, says_something
 from dit_pipelining.sharding.teams import make_team_groups
 from dit_pipelining.weights.components import (
     component_class,
@@ -32,6 +33,7 @@ from dit_pipelining.weights.modular import load_modular
 from dit_pipelining.weights.pipelines import (
     HUB_ARGUMENTS,
     DtypeChoice,
+    EmptyTransformer,
     empty_transformers,
     is_transformer,
     name_sources,
@@ -44,6 +46,8 @@ from dit_pipelining.weights.pipelines import (
 from dit_pipelining.weights.quantised import chosen_among
 from dit_pipelining.weights.single_files import with_files_opened
 from dit_pipelining.weights.text_encoders import cut_in_memory, empty_text_encoder, load_parts
+
+Check = Callable[[ParallelConfig, Mapping[str, nn.Module]], None]
 
 
 @dataclass(frozen=True)
@@ -109,28 +113,34 @@ def find_pipeline(
     return files
 
 
-def load_whole(files: PipelineFiles, config: ParallelConfig, launch: Launch) -> Any:
-    """The plain pipeline, on this process's device."""
-    if files.is_modular:
-        return load_modular(files.cls, files.folder, files.dtype, files.variant, files.given).to(launch.join())
-    pipeline = files.cls.from_pretrained(files.folder, **files.options).to(launch.join())
-    pipeline.register_to_config(_name_or_path=str(files.source))
-    config.check_components(name for name, part in pipeline.components.items() if is_transformer(type(part)))
-    return pipeline
+@dataclass(frozen=True)
+class _Outlook:
+    """What is known of a pipeline before anything of it is loaded.
+
+    Attributes:
+        empty: the transformers of the folder, without weights.
+        passed: those that the caller gave.
+        models: all of them.
+        index: content of model_index.json.
+        places: of the components beside them.
+    """
+
+    empty: Mapping[str, EmptyTransformer]
+    passed: Mapping[str, nn.Module]
+    models: Mapping[str, nn.Module]
+    index: Mapping[str, Any]
+    places: Places
 
 
-def load_split(files: PipelineFiles, config: ParallelConfig, launch: Launch) -> Any:
-    """The pipeline with its transformers and components spread over the ranks."""
-    refuse_contradicting(files.given)
+def _look_at(files: PipelineFiles, config: ParallelConfig, check: Check) -> _Outlook:
+    """Check what a configuration says of a pipeline, before anything of it is loaded; `check` what it says of transformers."""
     passed = {name: value for name, value in files.given.items() if is_transformer(type(value))}
     empty = empty_transformers(files.folder, files.dtype, files.variant, given=files.given)
-    for transformer in empty.values():
-        transformer.check_tensors()
-    models = {**{name: transformer.model for name, transformer in empty.items()}, **passed}
+    models: dict[str, nn.Module] = {name: transformer.model for name, transformer in empty.items()} | passed
     if not models:
         named = ", ".join(f"{name}={type(value).__name__}" for name, value in files.given.items())
         raise NotATransformerError(f"{named}: no diffusion transformer is left to split. Leave the transformer out.")
-    check_splits(config, models)
+    check(config, models)
     index = read_index(files.folder)
     on_disk = components_in_folder(files.folder, index, given=files.given)
 
@@ -141,14 +151,39 @@ def load_split(files: PipelineFiles, config: ParallelConfig, launch: Launch) -> 
         return empty_text_encoder(cls, files.folder / name, chosen_among([name], files.quantisation))
 
     sizes = {**on_disk, **components_in_memory(files.given)}
-    places = choose_places(config, sizes, models, encoder, text_parts(files.given))
+    return _Outlook(
+        empty, passed, models, index, choose_places(config, sizes, models, encoder, text_parts(files.given))
+    )
+
+
+def load_whole(files: PipelineFiles, config: ParallelConfig, launch: Launch) -> Any:
+    """The plain pipeline, on this process's device."""
+    if is_checked := says_something(config):
+        _look_at(files, config, check_cuts)
+    if files.is_modular:
+        pipeline = load_modular(files.cls, files.folder, files.dtype, files.variant, files.given)
+    else:
+        pipeline = files.cls.from_pretrained(files.folder, **files.options)
+        pipeline.register_to_config(_name_or_path=str(files.source))
+    if is_checked:
+        check_whole(pipeline, config)
+    return pipeline.to(launch.join())
+
+
+def load_split(files: PipelineFiles, config: ParallelConfig, launch: Launch) -> Any:
+    """The pipeline with its transformers and components spread over the ranks."""
+    refuse_contradicting(files.given)
+    outlook = _look_at(files, config, check_splits)
+    for transformer in outlook.empty.values():
+        transformer.check_tensors()
+    models, places = outlook.models, outlook.places
     device = launch.join()
     mesh = Mesh.of(layout_of(config), dist.get_rank())
-    components = _load_components(files, index, places, mesh, device, launch.timeout)
-    pipeline = _load_rest(files, index, {**models, **components})
+    components = _load_components(files, outlook.index, places, mesh, device, launch.timeout)
+    pipeline = _load_rest(files, outlook.index, {**models, **components})
     shards = cut_over_ranks(models, config, device)
-    fill = {name: from_memory(model, device) for name, model in passed.items()}
-    fill |= {name: from_checkpoint(transformer, device, shards[name]) for name, transformer in empty.items()}
+    fill = {name: from_memory(model, device) for name, model in outlook.passed.items()}
+    fill |= {name: from_checkpoint(transformer, device, shards[name]) for name, transformer in outlook.empty.items()}
     spread(pipeline, models, fill, places, config, device, launch.guard)
     return pipeline
 
