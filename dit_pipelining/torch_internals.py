@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as modules
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -36,6 +37,9 @@ NEEDS_VALUES: tuple[type[BaseException], ...] = (
 
 FSDP_ATTRIBUTES = (STATE_KEY, REGISTRY_KEY)
 """Attributes that FSDP2 leaves on a module whose weights it shards."""
+
+GLOBAL_FORWARD_HOOKS = (modules._global_forward_pre_hooks, modules._global_forward_hooks)
+"""The hooks of `register_module_forward_pre_hook` and `register_module_forward_hook`, which act on every module there is."""
 
 DispatchMode = TorchDispatchMode
 """A mode that sees every operation that reaches torch's dispatcher."""

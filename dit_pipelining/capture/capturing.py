@@ -16,7 +16,7 @@ from dit_pipelining.capture.code import compile_nodes
 from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.hooks import refuse_hooks
 from dit_pipelining.capture.kept import KeptFunction
-from dit_pipelining.capture.module_hooks import refuse_hooked
+from dit_pipelining.capture.module_hooks import refuse_global_hooks, refuse_hooked
 from dit_pipelining.capture.nodes import ancestors, is_object, nodes_in
 from dit_pipelining.capture.record import Record
 from dit_pipelining.capture.signature import CallInputs, first_argument, flatten_inputs
@@ -127,6 +127,7 @@ class CaptureCache:
         return GlueState(self.model, find_blocks(self.model, self.blocks))
 
     def get(self, kwargs: Mapping[str, Any], inputs: CallInputs | None = None) -> BlockGraph:
+        refuse_global_hooks()
         inputs = inputs or flatten_inputs(kwargs)
         with self._lock:
             key = (inputs.signature, self.model.training, self.state.now(), asked_hooks(self.model))

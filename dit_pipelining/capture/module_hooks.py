@@ -4,7 +4,8 @@
 A hook sees each call of its module, on the rank that runs it, and may change what the module is given or gives. Blocks, and
 what is inside of them, are called at every run of a stage, so their hooks act by themselves. Glue is replayed operation by
 operation, or computed once for many steps; so a module of the glue that has a hook is recorded as one call, and runs at
-every call of the model. A forward is recorded without hooks: they would see tensors without data.
+every call of the model. A forward is recorded without hooks: they would see tensors without data. Hooks on all modules at
+once would make every module of the glue such a call, to be seen by each rank that computes its results; they are refused.
 """
 
 import functools
@@ -15,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from dit_pipelining.errors import ConfigError
+from dit_pipelining.torch_internals import GLOBAL_FORWARD_HOOKS
 
 KINDS = ("_forward_pre_hooks", "_forward_hooks")
 
@@ -75,6 +77,22 @@ def refuse_hooked(model: nn.Module, handing: Iterable[str]) -> None:
                 f"the block {name!r} of {type(model).__name__} has a forward hook, but gives an argument back as it is, which "
                 "stages pass around it. Put the hook on what is inside of the block."
             )
+
+
+def refuse_global_hooks() -> None:
+    """Refuse forward hooks on all modules at once, but for torch's own (`FlopCounterMode`); cheap enough for every call.
+
+    Raises:
+        ConfigError: names the hook.
+    """
+    for hooks in GLOBAL_FORWARD_HOOKS:
+        for hook in hooks.values() if hooks else ():
+            if _is_callers(hook):
+                raise ConfigError(
+                    f"{hook!r} is a forward hook on all modules at once (register_module_forward_hook or ..._pre_hook). A "
+                    "split model runs what lies between its blocks operation by operation, so the hook would see other calls "
+                    "than with the whole model. Remove it, and put hooks on the modules that matter with register_forward_hook."
+                )
 
 
 def refuse_compiled(model: nn.Module, name: str) -> None:

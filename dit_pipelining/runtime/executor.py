@@ -14,7 +14,7 @@ from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.capture.capturing import CaptureCache
 from dit_pipelining.capture.graph import BlockGraph
 from dit_pipelining.capture.hooks import refuse_hooks
-from dit_pipelining.capture.module_hooks import refuse_compiled
+from dit_pipelining.capture.module_hooks import refuse_compiled, refuse_global_hooks
 from dit_pipelining.capture.signature import CallInputs, bind, first_argument, flatten_inputs
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.config_names import sources_named
@@ -167,6 +167,7 @@ class TransformerExecutor:
 
     def _refuse_changes(self) -> None:
         """Refuse what was done to the model since the call before, if its stages cannot follow it."""
+        refuse_global_hooks()
         refuse_hooks(self.model)
         if self.config.compile is not None:
             refuse_compiled(self.model, self.name)

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.flop_counter import FlopCounterMode
 
 from dit_pipelining.api import split_model
 from dit_pipelining.errors import ConfigError, SplitError
@@ -100,6 +102,36 @@ def test_a_pre_hook_gives_a_module_other_arguments() -> None:
             handle = model.get_submodule(name).register_forward_pre_hook(lambda _, args: (args[0] * 2, *args[1:]))
             assert_same(split(**inputs()), model(**inputs()))
             handle.remove()
+
+
+@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
+@pytest.mark.parametrize("before", [True, False], ids=["before the split", "after it"])
+def test_a_hook_on_all_modules_at_once_is_refused_until_it_is_removed(register: Any, before: bool) -> None:
+    def watch(*_: Any) -> None: ...
+
+    model = Model()
+    with torch.no_grad():
+        expected = model(**inputs())
+        split = split_model(model, 2, inputs())
+        handle = register(watch)
+        try:
+            with pytest.raises(ConfigError, match=r"watch.* is a forward hook on all modules at once"):
+                split_model(model, 2, inputs()) if before else split(**inputs())
+        finally:
+            handle.remove()
+        assert_same(split(**inputs()), expected)
+
+
+def test_a_counter_of_torch_with_hooks_on_all_modules_counts_what_it_counts_in_the_model() -> None:
+    model = Model()
+    counts = []
+    with torch.no_grad():
+        split = split_model(model, 2, inputs())
+        for run in (model, split):
+            with FlopCounterMode(display=False) as counter:
+                run(**inputs())
+            counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
 
 
 def halved(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:

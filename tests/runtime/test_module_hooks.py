@@ -7,6 +7,7 @@ import diffusers
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from dit_pipelining.api import ParallelConfig, generate, load_pipeline
 from dit_pipelining.errors import ConfigError, InputError
@@ -106,6 +107,9 @@ def refused(folder: Path) -> dict[str, str]:
     found["a hook on one rank"] = message(pipeline, InputError)
     if handle is not None:
         handle.remove()
+    handle = register_module_forward_pre_hook(print)
+    found["a hook on all modules"] = message(pipeline, ConfigError)
+    handle.remove()
     first, second, third = model.single_transformer_blocks
     model.single_transformer_blocks[0], model.single_transformer_blocks[1] = second, first
     found["a block on another rank"] = message(pipeline, ConfigError)
@@ -123,5 +127,6 @@ def refused(folder: Path) -> dict[str, str]:
 def test_what_ranks_cannot_follow_is_refused_on_all_of_them(ranks: RankPool, flux: Path) -> None:
     for found in ranks.run(2, refused, flux):
         assert "'transformer' (rank 0: not given, rank 1: ['a hook on norm_out'])" in found["a hook on one rank"]
+        assert "<built-in function print> is a forward hook on all modules" in found["a hook on all modules"]
         assert "'single_transformer_blocks.0', which another rank runs" in found["a block on another rank"]
         assert "'transformer_blocks.0.attn' of the transformer" in found["compiled blocks"]
