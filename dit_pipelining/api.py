@@ -231,6 +231,7 @@ def generate(
 
     Raises:
         InputError: a request is no dict, or the ranks were given different requests.
+        ConfigError: `max_in_flight` is no positive integer.
         RemoteRankError: another rank failed first; names it and the cause.
     """
     return run_requests(pipeline, requests, max_in_flight, on_output)

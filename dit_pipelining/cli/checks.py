@@ -123,7 +123,7 @@ def devices() -> Iterator[Finding]:
         text = f"{facts.name}, {data_size(free)} of {data_size(total)} free"
         yield Finding(f"GPU {index}", NOTE if busy else GOOD, text, hint)
         if not torch.cuda.is_bf16_supported():
-            yield Finding(f"GPU {index}", NOTE, "no bfloat16", "use torch_dtype=torch.float16")
+            yield Finding(f"GPU {index}", NOTE, "no bfloat16", "use dtype=torch.float16")
 
 
 def links() -> Iterator[Finding]:

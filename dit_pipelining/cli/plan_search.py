@@ -84,11 +84,8 @@ def work_of(
             latents = latents_of(vae, known.vae, made)
             beside = replace(beside, latents=math.prod(latents), tiles=tile_sizes(vae, latents))
     own = captured(spec, described, dtype)
-    return model_work(
-        own.graph,
-        own.model,
-        device,
-        divides=divides_of(own.model, own.graph),
+    return replace(
+        model_work(own.graph, own.model, device, divides_of(own.model, own.graph)),
         copies=len(spec.names),
         calls=calls.calls,
         batch=calls.batch,

@@ -90,10 +90,6 @@ class SplitModel:
         for index in range(self.num_stages) if stages is None else stages:
             self.stages[index].compile(mode)
 
-    def cut_again(self, cut: CutPlan) -> "SplitModel":
-        """The same capture of the same model, cut elsewhere."""
-        return SplitModel(self.model, self._captures, self.graph, cut.partition, cut=cut)
-
     def resolve(self, kwargs: Mapping[str, Any]) -> tuple[BlockGraph, CallInputs]:
         """The graph for these inputs, captured and lowered to all stages if it is new.
 

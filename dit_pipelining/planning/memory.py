@@ -130,8 +130,7 @@ def _buffers(split: SplitModel, rank: int, workload: Workload, parts: int) -> in
 
 def _calls(workload: Workload) -> int:
     """Of a step of all requests in flight. One process runs one request after the other."""
-    in_flight = 1 if workload.num_ranks == 1 else min(workload.requests, workload.in_flight or workload.requests)
-    return in_flight * workload.calls_per_step
+    return (1 if workload.num_ranks == 1 else workload.at_a_time) * workload.calls_per_step
 
 
 def _given(split: SplitModel, workload: Workload) -> int:

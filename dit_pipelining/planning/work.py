@@ -42,21 +42,20 @@ class ModelWork:
     beside: Components = field(default_factory=Components)
 
 
-def model_work(graph: BlockGraph, model: nn.Module, device: DeviceProfile, **facts: object) -> ModelWork:
+def model_work(graph: BlockGraph, model: nn.Module, device: DeviceProfile, divides: Divides) -> ModelWork:
     """What a captured model costs on one GPU.
 
     Args:
         graph: of one call, captured with `count_work`.
         model: with weights or without.
         device: the GPU.
-        facts: `divides`, `copies`, `calls`, `batch`, `steps`, `beside` of `ModelWork`.
+        divides: by what the model can be divided.
     """
     costs = model_costs(graph, model, Roofline(device))
-    result = sum(value_bytes(node) for node in graph.output_nodes)
     return ModelWork(
         blocks=block_works(graph, model, costs, device),
         prologue=costs.prologue,
         epilogue=costs.epilogue,
-        result_bytes=result,
-        **facts,  # type: ignore[arg-type]
+        result_bytes=sum(value_bytes(node) for node in graph.output_nodes),
+        divides=divides,
     )

@@ -205,13 +205,13 @@ def _parallel_class(cls: Any) -> Any:
             return self
         raise ConfigError(
             f"{cls.__name__} is split over ranks and stays on {own} of each; it cannot be moved to "
-            f"{target or dtype}. Give `torch_dtype=` to load_pipeline instead."
+            f"{target or dtype}. Give `dtype=` to load_pipeline instead."
         )
 
     def apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         raise ConfigError(
             f"{cls.__name__} is split over ranks: it cannot be cast or moved as a whole (half(), float(), cuda(), ...). Give "
-            "`torch_dtype=` to load_pipeline instead."
+            "`dtype=` to load_pipeline instead."
         )
 
     own = {

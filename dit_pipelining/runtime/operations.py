@@ -3,9 +3,8 @@
 import functools
 
 import torch
-from torch._ops import OpOverload
 
-from dit_pipelining.torch_internals import PRIVATE_TENSOR_METHODS, is_elementwise
+from dit_pipelining.torch_internals import PRIVATE_TENSOR_METHODS, OpOverload, is_elementwise
 
 aten = torch.ops.aten
 

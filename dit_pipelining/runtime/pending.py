@@ -24,13 +24,13 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from dit_pipelining.errors import SplitError
 from dit_pipelining.runtime.arguments import flatten_arguments, unflatten_arguments
 from dit_pipelining.runtime.operations import BESIDE_THE_DISPATCHER, COPIES, FACTORIES, computes_elementwise, is_view
 from dit_pipelining.runtime.sources import Arrival, Layout, Operation, Source, arrivals_of, copy_of, layout_of, wait_for
 from dit_pipelining.torch_internals import (
+    OpOverload,
     composite_kernel,
     is_tracked_view,
     no_torch_function,

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from dit_pipelining.comm.gathering import gather_results
+from dit_pipelining.config_checks import check_positive
 from dit_pipelining.errors import InputError
 from dit_pipelining.runtime.attach import rolling_of
 from dit_pipelining.runtime.bars import Advance, Bars
@@ -57,8 +58,8 @@ def _run(
                 f"request {index} is {type(request).__name__}: each request is a dict of the pipeline's arguments, for "
                 "example dict(prompt='a cat')."
             )
-    if max_in_flight is not None and max_in_flight < 1:
-        raise InputError(f"max_in_flight={max_in_flight}: at least one request has to be in flight.")
+    if max_in_flight is not None:
+        check_positive("max_in_flight", max_in_flight)
     shown = not getattr(pipeline, "_progress_bar_config", {}).get("disable", False)  # false on rank 0 only, if at all
     display = _display(len(own)) if shown else None
     with display or nullcontext():

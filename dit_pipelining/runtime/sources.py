@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 
 from dit_pipelining.runtime.arguments import unflatten_arguments
-from dit_pipelining.torch_internals import no_autocast, real_tensors, tracked_writes
+from dit_pipelining.torch_internals import OpOverload, no_autocast, real_tensors, tracked_writes
 
 _number = itertools.count()
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dit_pipelining.comm.cuda_streams import new_stream
 from dit_pipelining.comm.links import ReplicaLinks, Work
 from dit_pipelining.comm.sends import SECONDS_TO_LEAVE, Sends
 from dit_pipelining.runtime.calls import StageCall, StageFailedError
@@ -67,7 +68,7 @@ class StageWorker:
         self.rank = rank
         self.device = device
         self.on_error = on_error
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = new_stream(device) if device.type == "cuda" else None
         self.error: BaseException | None = None
         self._jobs: queue.SimpleQueue[StageCall | Callable[[], None] | None] = queue.SimpleQueue()
         self._sends = Sends()

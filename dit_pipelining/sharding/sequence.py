@@ -5,8 +5,7 @@ this rank's tokens, and only its attention meets the other ranks. So a stage get
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
@@ -35,7 +34,6 @@ def apply_sequence_parallel(
     groups: SequenceGroups,
     *,
     uneven: bool = False,
-    plan: Mapping[str, Any] | None = None,
 ) -> None:
     """Split the tokens of each call of a model over ranks; its inputs and outputs stay what they are on every rank.
 
@@ -43,13 +41,12 @@ def apply_sequence_parallel(
         model: a diffusers transformer, or one that brings an `_sp_plan`; changed in place, before it is captured.
         groups: the ranks that share the tokens; they make the same calls.
         uneven: any number of tokens, at the price of a message between hosts at each attention.
-        plan: where tokens are split and joined. Default: what is known for the class, see `sequence_plan`.
 
     Raises:
         ConfigError: the model cannot be split by tokens, or not by so many; says why, and what can be.
     """
-    check_sequence_parallel(model, groups.ulysses_degree, plan=plan)
-    found = sequence_plan(model, plan)
+    check_sequence_parallel(model, groups.ulysses_degree)
+    found = sequence_plan(model)
     tokens = Tokens(groups, uneven or found.uneven, found.latents)
     for name, module in list(attention_modules(model, found)):
         _register(module, AttentionHook(name, tokens, found.splits_text), "sequence_attention")
@@ -61,7 +58,6 @@ def check_sequence_parallel(
     model: nn.Module,
     ulysses_degree: int,
     tensor_parallel_size: int = 1,
-    plan: Mapping[str, Any] | None = None,
 ) -> None:
     """Check what can be said before anything is loaded.
 
@@ -69,7 +65,7 @@ def check_sequence_parallel(
         ConfigError: there is no plan for the model, its heads cannot be exchanged among so many ranks, or its attention
             backend has no place for the exchange.
     """
-    heads = shared_heads(model, plan)
+    heads = shared_heads(model)
     ranks = ulysses_degree * tensor_parallel_size
     if ulysses_degree > 1 and heads % ranks:
         works = [str(n) for n in range(1, heads // tensor_parallel_size + 1) if heads % (n * tensor_parallel_size) == 0]
@@ -80,14 +76,14 @@ def check_sequence_parallel(
         )
 
 
-def shared_heads(model: nn.Module, plan: Mapping[str, Any] | None = None) -> int:
+def shared_heads(model: nn.Module) -> int:
     """The number of heads by which a Ulysses degree has to divide; 0: not known.
 
     Raises:
         ConfigError: there is no plan for the model, or its attention backend has no place for the exchange.
     """
     heads = 0
-    for name, module in attention_modules(model, sequence_plan(model, plan)):
+    for name, module in attention_modules(model, sequence_plan(model)):
         _check_backend(name, module)
         for count in ("heads", "kv_heads", "num_heads"):
             number = getattr(module, count, None)

@@ -134,14 +134,14 @@ class SequencePlan:
     uneven: bool
 
 
-def sequence_plan(model: nn.Module, plan: Mapping[str, Any] | None = None) -> SequencePlan:
-    """The plan for a model: the one given, else its `_sp_plan`, else one of FAMILIES, else its `_cp_plan`.
+def sequence_plan(model: nn.Module) -> SequencePlan:
+    """The plan for a model: its `_sp_plan`, else one of FAMILIES, else its `_cp_plan`.
 
     Raises:
         ConfigError: there is none, or the model cannot be split by tokens; says why.
     """
     name = type(model).__name__
-    own = plan if plan is not None else getattr(model, "_sp_plan", None)
+    own = getattr(model, "_sp_plan", None)
     family = FAMILIES.get(name) if own is None else Family(own)
     if family is None and getattr(model, "_cp_plan", None) is not None:
         family = Family(model._cp_plan)  # type: ignore[arg-type]

@@ -233,7 +233,7 @@ def sp_gather(tensor: torch.Tensor, dim: int, validate: bool = True) -> torch.Te
     Args:
         tensor: this rank's part.
         dim: along which it was split.
-        validate: as in `sp_shard`.
+        validate: for the contract; parts of any sizes can be joined.
     """
     tokens = _ACTIVE.get()
     return tensor if tokens is None else tokens.join(tensor, dim)

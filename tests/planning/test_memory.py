@@ -87,6 +87,7 @@ def test_requests_in_flight_hold_their_calls_inputs_and_results(split):
     assert predicted() == [a_call + each + once for each, once in kept]
     assert predicted(requests=3, calls_per_step=2) == [6 * (a_call + each) + once for each, once in kept]
     assert predicted(requests=9, in_flight=3) == predicted(requests=3)
+    assert predicted(requests=9, schedule="sequential") == predicted()
     # Every rank of both replicas runs the whole pipeline, and its stage half of the calls.
     assert predicted(requests=3, calls_per_step=2, replicas=2) == [6 * a_call + 3 * each + once for each, once in kept]
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dit_pipelining.api import ParallelConfig, load_pipeline, serve
+from dit_pipelining.api import ParallelConfig, generate, load_pipeline, serve
 from dit_pipelining.errors import ConfigError, InputError, QueueFullError, RemoteRankError
 from dit_pipelining.runtime.serving import RequestQueue
 from dit_pipelining.runtime.submissions import RequestFuture
@@ -353,7 +353,9 @@ def test_of_fifty_requests_at_random_times_each_gives_what_it_gives_alone_and_le
     assert all(count <= 0 for count in left.values()), left
 
 
-@pytest.mark.parametrize("number", [0, -1, 1.5])
+@pytest.mark.parametrize("number", [0, -1, 1.5, "2"])
 def test_a_limit_that_is_no_positive_integer_is_refused(number: Any) -> None:
     with pytest.raises(ConfigError, match="max_in_flight"), serve(object(), max_in_flight=number):
         pass
+    with pytest.raises(ConfigError, match="max_in_flight"):
+        generate(object(), [{}], max_in_flight=number)
