@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dit_pipelining.mixins.layout import Layout, Place, layout_of
+from dit_pipelining.mixins.message_layout import Layout, Place, layout_of
 
 WINDOW = 12
 LEAVING = timedelta(seconds=2)

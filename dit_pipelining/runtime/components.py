@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 
-from dit_pipelining.comm.components import OwnerLinks, portable
 from dit_pipelining.comm.links import Work
 from dit_pipelining.comm.packing import Packed, pack, tensor_in, unpack
+from dit_pipelining.comm.portable_errors import portable
+from dit_pipelining.comm.sender_links import SenderLinks
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.random_state import differ, random_state, set_random_state
 from dit_pipelining.runtime.pending import resolved
@@ -64,7 +65,7 @@ class OwnedComponent:
     def __init__(
         self,
         name: str,
-        links: OwnerLinks,
+        links: SenderLinks,
         rank: int,
         is_decoder: bool,
         output_ranks: tuple[int, ...],
@@ -82,7 +83,7 @@ class OwnedComponent:
 
     @property
     def is_owner(self) -> bool:
-        return self.links.owner == self.rank
+        return self.links.sender == self.rank
 
     @property
     def device(self) -> torch.device:
@@ -137,7 +138,7 @@ class OwnedComponent:
         if not self.is_owner:
             raise ConfigError(
                 f"rank {self.rank} calls the component {self.name!r} by itself, but its weights are on rank "
-                f'{self.links.owner}. Keep it on every rank: ParallelConfig(component_ranks={{"{self.name}": "all"}}).'
+                f'{self.links.sender}. Keep it on every rank: ParallelConfig(component_ranks={{"{self.name}": "all"}}).'
             )
 
     def _run(self, function: Call, args: Any, kwargs: Any) -> tuple[dict[str, Any], list[Any], Exception | None, Any]:

@@ -40,7 +40,7 @@ def is_owned(module: Any) -> bool:
 def owner_of(module: Any) -> int | None:
     """The rank that calls of this module run on; None: each rank runs its own."""
     component: OwnedComponent | None = getattr(module, "__dict__", {}).get(OWNED)
-    return None if component is None else component.links.owner
+    return None if component is None else component.links.sender
 
 
 def text_parts(components: Mapping[str, Any]) -> dict[str, int]:
@@ -136,7 +136,7 @@ def _check_device(module: nn.Module, target: torch.device | None) -> None:
     here = component.device
     if target is not None and target != here and not (target.type == here.type and target.index is None):
         raise ConfigError(
-            f"the component {component.name!r} lives on rank {component.links.owner} and stays on its device; it cannot be "
+            f"the component {component.name!r} lives on rank {component.links.sender} and stays on its device; it cannot be "
             f"moved to {target}. ParallelConfig(component_ranks=...) chooses the rank."
         )
 

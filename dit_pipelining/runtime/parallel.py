@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from dit_pipelining.capture.blocks import find_blocks
-from dit_pipelining.comm.components import make_owner_links
 from dit_pipelining.comm.failure import Guard
 from dit_pipelining.comm.launch import Launch
 from dit_pipelining.comm.mesh import Mesh, backend_of, layout_of, line_group, new_group
+from dit_pipelining.comm.sender_links import make_sender_links
 from dit_pipelining.comm.transport import choose_transport
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.errors import SplitError
@@ -101,7 +101,7 @@ def spread(
     shown = tuple(mesh.line[rank] for rank in config.shown_on())
     timeout = timedelta(seconds=config.timeout_seconds)
     transport = choose_transport(config, device, line_group(mesh, timeout))
-    links = make_owner_links(mesh, list(places.owners.values()), config.shown_on(), device, timeout, transport)
+    links = make_sender_links(mesh, list(places.owners.values()), config.shown_on(), device, timeout, transport)
     rolling = Rolling(mesh, device, timeout, guard, transport)
     _attach_transformers(pipeline, transformers, fill, places, config, rolling, timeout)
     for name, component in pipeline.components.items():

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from dit_pipelining.comm.components import OwnerLinks, make_link
 from dit_pipelining.comm.layout import CALLERS, Layout
 from dit_pipelining.comm.links import Work
 from dit_pipelining.comm.mesh import Mesh, backend_of, new_group
 from dit_pipelining.comm.packing import pack, tensor_in, unpack
+from dit_pipelining.comm.sender_links import SenderLinks, make_link
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class TeamLinks:
         owners: from the lead to the other owners; None where this rank is not one of several.
     """
 
-    helpers: Mapping[int, tuple[OwnerLinks, OwnerLinks]]
-    owners: OwnerLinks | None
+    helpers: Mapping[int, tuple[SenderLinks, SenderLinks]]
+    owners: SenderLinks | None
 
 
 def make_team_links(team: Team, layout: Layout, device: torch.device, timeout: timedelta, transport: str) -> TeamLinks:
@@ -161,7 +161,7 @@ class Talk:
         return self.rank == self.team.lead
 
     @property
-    def own(self) -> tuple[OwnerLinks, OwnerLinks] | None:
+    def own(self) -> tuple[SenderLinks, SenderLinks] | None:
         """On a helper: from the lead to it, and back; None where this rank does not help."""
         return None if self.leads else self.links.helpers.get(self.rank)
 
@@ -178,7 +178,7 @@ class Talk:
         parts = message["result"].parts if "result" in message else ()
         return message, link.receive(parts, link.everyone)
 
-    def start(self, link: OwnerLinks, value: Any) -> Any:
+    def start(self, link: SenderLinks, value: Any) -> Any:
         """Begin to send a value; for `finish`."""
         packed, flats = pack(value)
         if self.device.type == "cuda":
@@ -193,11 +193,11 @@ class Talk:
             for work in works:
                 work.wait()
 
-    def send(self, link: OwnerLinks, value: Any) -> None:
+    def send(self, link: SenderLinks, value: Any) -> None:
         """Send a value."""
         self.finish(self.start(link, value))
 
-    def receive(self, link: OwnerLinks) -> Any:
+    def receive(self, link: SenderLinks) -> Any:
         """Wait for a value."""
         with self.watched():
             packed = link.receive_header()

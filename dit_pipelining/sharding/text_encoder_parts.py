@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dit_pipelining.comm.components import portable
 from dit_pipelining.comm.failure import AGREEMENT_SECONDS
+from dit_pipelining.comm.portable_errors import portable
 from dit_pipelining.random_state import random_state, set_random_state
 from dit_pipelining.sharding.teams import Talk
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dit_pipelining.comm.components import portable
+from dit_pipelining.comm.portable_errors import portable
 from dit_pipelining.random_state import differ, random_state, set_random_state
 from dit_pipelining.sharding.deferred import Recorder, parts_of, without_deferred
 from dit_pipelining.sharding.teams import Talk

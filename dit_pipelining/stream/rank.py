@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from dit_pipelining.comm.messages import Direction, Message
 from dit_pipelining.stream.ends import AnyReceiver, AnySender, Ends, until_the_end
-from dit_pipelining.stream.executor import IDLE_SECONDS
 from dit_pipelining.stream.finishing import Finishing
 from dit_pipelining.stream.head import Levels, Source, StreamHead, Tick
 from dit_pipelining.stream.levels import change_levels
@@ -31,6 +30,7 @@ from dit_pipelining.stream.micro_step import (
     set_following,
 )
 from dit_pipelining.stream.noise import NoiseSource
+from dit_pipelining.stream.one_process import IDLE_SECONDS
 from dit_pipelining.stream.rebalance import Rebalancing, stages_of_blocks
 from dit_pipelining.stream.stage import StreamStage
 from dit_pipelining.stream.tail import FinishedChunk

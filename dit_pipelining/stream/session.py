@@ -16,13 +16,13 @@ from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.runtime.attach import EXECUTOR, rolling_of
 from dit_pipelining.runtime.owned import on_this_rank
 from dit_pipelining.stream.checks import check_model, check_rate, check_span, latent_shape, warn_of_idle_stages
-from dit_pipelining.stream.executor import run_in_one_process
 from dit_pipelining.stream.head import Pending, Source, StreamInput, endless
 from dit_pipelining.stream.joining import join_ranks
 from dit_pipelining.stream.kv_cache import DistributedKVCache
 from dit_pipelining.stream.levels import AdaptiveLevels, change_levels
 from dit_pipelining.stream.motion import MotionNoise
 from dit_pipelining.stream.noise import NoiseSource
+from dit_pipelining.stream.one_process import run_in_one_process
 from dit_pipelining.stream.prompts import Prompts
 from dit_pipelining.stream.rank import StreamRank
 from dit_pipelining.stream.spec import FRAMES_PER_LATENT, StreamSpec

@@ -120,6 +120,11 @@ def has_variant(folder: Path, variant: str) -> bool:
     return any(True for _ in folder.glob(f"*.{variant}[.-]*"))
 
 
+def variant_in(folder: Path, variant: str | None) -> str | None:
+    """The variant if a component's folder has files of it: as in diffusers, components without take their plain ones."""
+    return variant if variant and has_variant(folder, variant) else None
+
+
 def _files_of_index(folder: Path, index: Path) -> dict[str, Path]:
     try:
         weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]

@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 from dit_pipelining.errors import CheckpointError, ConfigError, ModelNotFoundError, NotATransformerError
-from dit_pipelining.weights.checkpoint import Checkpoint, has_variant, open_checkpoint
+from dit_pipelining.weights.checkpoint import Checkpoint, has_variant, open_checkpoint, variant_in
 from dit_pipelining.weights.empty import empty_model
 from dit_pipelining.weights.load import check_tensors
 from dit_pipelining.weights.quantised import QuantisedTransformer, check_chosen, chosen_for, empty_quantised
@@ -217,7 +217,7 @@ def empty_transformers(
         torch_dtype = dtype_of(name, dtype)
         checkpoint: Checkpoint | CheckpointError
         try:
-            checkpoint = open_checkpoint(own, variant if variant and has_variant(own, variant) else None)
+            checkpoint = open_checkpoint(own, variant_in(own, variant))
         except CheckpointError as error:
             if name != unused:
                 raise

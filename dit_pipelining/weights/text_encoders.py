@@ -22,7 +22,7 @@ from dit_pipelining.errors import CheckpointError, ConfigError
 from dit_pipelining.sharding.teams import Team
 from dit_pipelining.sharding.text_encoder import cut_text_encoder
 from dit_pipelining.sharding.text_plans import TextPlan
-from dit_pipelining.weights.checkpoint import Checkpoint, has_variant, open_checkpoint
+from dit_pipelining.weights.checkpoint import Checkpoint, open_checkpoint, variant_in
 from dit_pipelining.weights.components import load_and_describe
 
 WEIGHTS = "model"
@@ -115,7 +115,7 @@ def _load_part(
     Raises:
         CheckpointError: the files lack a tensor, or hold it in another form than the model.
     """
-    checkpoint = open_checkpoint(folder, variant if variant and has_variant(folder, variant) else None, WEIGHTS)
+    checkpoint = open_checkpoint(folder, variant_in(folder, variant), WEIGHTS)
     shards = cut_text_encoder(empty_text_encoder(cls, folder), plan, group)
     stored = _names_in_files(cls, folder, checkpoint)
     parts = {stored[name]: shard for name, shard in shards.items()}

@@ -15,9 +15,9 @@ from dit_pipelining.api import SplitModel, StreamSpec
 from dit_pipelining.planning.presets import preset
 from dit_pipelining.stream.attention import make_plain
 from dit_pipelining.stream.batch_scheduler import StreamBatchScheduler
-from dit_pipelining.stream.executor import run_in_one_process
 from dit_pipelining.stream.head import Source, StreamInput
 from dit_pipelining.stream.noise import NoiseSource
+from dit_pipelining.stream.one_process import run_in_one_process
 from dit_pipelining.stream.simulation import StageCost, fit_cost
 from dit_pipelining.stream.spec import FRAMES_PER_LATENT
 from dit_pipelining.stream.stage import StreamStage

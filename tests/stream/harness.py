@@ -10,12 +10,12 @@ import torch.distributed as dist
 from diffusers import WanTransformer3DModel
 
 from dit_pipelining.api import split_model
-from dit_pipelining.stream.executor import run_in_one_process
 from dit_pipelining.stream.head import Levels, StreamInput
 from dit_pipelining.stream.kv_cache import DistributedKVCache
 from dit_pipelining.stream.layouts import Layouts
 from dit_pipelining.stream.links import make_stream_links
 from dit_pipelining.stream.noise import NoiseSource
+from dit_pipelining.stream.one_process import run_in_one_process
 from dit_pipelining.stream.prompts import Prompts
 from dit_pipelining.stream.rank import StreamRank
 from dit_pipelining.stream.spec import StreamSpec

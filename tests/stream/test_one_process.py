@@ -12,8 +12,8 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from dit_pipelining.errors import InputError
 from dit_pipelining.stream import passes
 from dit_pipelining.stream.cache import Place, Pointer, place_of
-from dit_pipelining.stream.executor import run_in_one_process
 from dit_pipelining.stream.head import PENDING, Pending, StreamInput, endless
+from dit_pipelining.stream.one_process import run_in_one_process
 from dit_pipelining.stream.spec import StreamSpec
 from tests.stream import harness, reference
 

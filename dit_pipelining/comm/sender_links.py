@@ -1,4 +1,4 @@
-"""Process groups over which the rank that owns a component tells the others what it computed.
+"""Process groups over which one rank, such as the owner of a component, tells the others what it computed.
 
 [Note: order on the groups of components]
 Each owner has groups of its own, in which it is the only one that sends. It posts what a call gave when the call has run;
@@ -27,11 +27,11 @@ from dit_pipelining.comm.packing import Part
 
 @dataclass(frozen=True)
 class Audience:
-    """Ranks that get an owner's tensors, the owner among them.
+    """Ranks that get a sender's tensors, the sender among them.
 
     Attributes:
         ranks: in order.
-        host: what tensors take, over gloo; None where the owner is alone.
+        host: what tensors take, over gloo; None where the sender is alone.
         device: what tensors on GPUs take where they have NCCL; None where they go through host memory.
     """
 
@@ -41,17 +41,17 @@ class Audience:
 
 
 @dataclass(frozen=True)
-class OwnerLinks:
-    """How one owner's results get to the other ranks.
+class SenderLinks:
+    """How one rank's results get to others.
 
     Attributes:
-        owner: the rank that computes.
-        everyone: all ranks of the line; headers go to all of them.
-        outputs: the owner and those ranks that return what the pipeline made.
+        sender: the rank that computes.
+        everyone: all that take part; headers go to all of them.
+        outputs: the sender and those ranks that return what the pipeline made.
         device: of this rank.
     """
 
-    owner: int
+    sender: int
     everyone: Audience
     outputs: Audience
     device: torch.device
@@ -87,18 +87,18 @@ class OwnerLinks:
 
     def _start(self, tensor: torch.Tensor, audience: Audience) -> Work:
         wire = audience.host if tensor.device.type == "cpu" else audience.device or audience.host
-        assert wire is not None  # an owner that is alone sends nothing
-        return wire.broadcast(tensor, self.owner)
+        assert wire is not None  # a sender that is alone sends nothing
+        return wire.broadcast(tensor, self.sender)
 
 
-def make_owner_links(
+def make_sender_links(
     mesh: Mesh,
     owners: Sequence[int],
     output_ranks: Sequence[int],
     device: torch.device,
     timeout: timedelta,
     transport: str,
-) -> dict[int, OwnerLinks]:
+) -> dict[int, SenderLinks]:
     """Make the groups of all owners; every rank of the launch calls this alike.
 
     Args:
@@ -114,7 +114,7 @@ def make_owner_links(
         everyone = _audience(mesh, range(mesh.size), timeout, transport)
         members = sorted({owner, *output_ranks})
         outputs = everyone if len(members) == mesh.size else _audience(mesh, members, timeout, transport)
-        links[owner] = OwnerLinks(mesh.line[owner], everyone, outputs, device)
+        links[owner] = SenderLinks(mesh.line[owner], everyone, outputs, device)
         for audience in (everyone, outputs):
             _warm_up(audience, mesh.line[owner], device)
     return links
@@ -122,7 +122,7 @@ def make_owner_links(
 
 def make_link(
     source: int, ranks: Sequence[int], layout: Layout, device: torch.device, timeout: timedelta, transport: str
-) -> OwnerLinks:
+) -> SenderLinks:
     """Make a group in which one rank sends to the others; every rank of the launch calls this alike.
 
     Args:
@@ -136,32 +136,7 @@ def make_link(
     alike = list(zip(*(layout.peers(rank, "data") for rank in sorted(ranks)), strict=True))
     audience = _audience_of(tuple(sorted(ranks)), alike, timeout, transport)
     _warm_up(audience, source, device)
-    return OwnerLinks(source, audience, audience, device)
-
-
-def portable(error: Exception, note: str) -> Exception:
-    """The error as other ranks can raise it: of the same type where that can be rebuilt from what is pickled.
-
-    Else of a type with that name, since ranks compare by name how a call has ended.
-    """
-    try:
-        copy: Exception = pickle.loads(pickle.dumps(error))
-    except Exception:
-        copy = _namesake(type(error).__name__, f"{type(error).__name__}: {error}")
-    copy.add_note(note)
-    return copy
-
-
-def _namesake(name: str, message: str, notes: Sequence[str] = ()) -> RuntimeError:
-    """A RuntimeError whose type has this name."""
-
-    def reduced(error: RuntimeError) -> tuple[Any, ...]:
-        return _namesake, (name, message, getattr(error, "__notes__", ()))
-
-    error: RuntimeError = type(name, (RuntimeError,), {"__reduce__": reduced})(message)
-    for note in notes:
-        error.add_note(note)
-    return error
+    return SenderLinks(source, audience, audience, device)
 
 
 def _warm_up(audience: Audience, source: int, device: torch.device) -> None:
