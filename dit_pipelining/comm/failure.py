@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from dit_pipelining.comm.board import RETURNED, Beat, Board, Failure
 from dit_pipelining.comm.waking import is_effect, wake_group_waiters
-from dit_pipelining.errors import RemoteRankError
+from dit_pipelining.errors import InputError, RemoteRankError
 
 BEAT_SECONDS = 0.5
 DEAD_SECONDS = 30.0
@@ -83,7 +83,7 @@ class Guard:
         self._world = dist.group.WORLD
         self._beat = Beat()
         self._steps = 0
-        self._saying, self._tripping = threading.Lock(), threading.Lock()
+        self._saying, self._tripping, self._calling = threading.Lock(), threading.Lock(), threading.Lock()
         self._failed, self._idle, self._closing = threading.Event(), threading.Event(), threading.Event()
         self._idle.set()
         self._suspicious = False
@@ -124,17 +124,31 @@ class Guard:
 
         Raises:
             RemoteRankError: another rank failed first.
+            InputError: another thread of this rank is in a call.
         """
         if _inside.get():
             yield False
             return
         self.check()
+        if not self._calling.acquire(blocking=False):
+            raise InputError(
+                "another thread of this rank is in a call of a pipeline that is spread over ranks, and all ranks have to make "
+                "their calls in one order. Make one at a time, or let requests run side by side with generate or serve."
+            )
+        try:
+            with self._outermost(after_agreement):
+                yield True
+        finally:
+            self._calling.release()
+
+    @contextmanager
+    def _outermost(self, after_agreement: Callable[[], None] | None) -> Iterator[None]:
         inside = _inside.set(True)
         self._steps = 0
         self._say(call=self._beat.call + 1, ended=None, send=False)
         self._idle.clear()
         try:
-            yield True
+            yield
             self.check()  # waits that were ended by a failure may have left no data
             self._say(ended=RETURNED, send=False)
         except BaseException as error:

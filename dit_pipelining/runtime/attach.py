@@ -141,6 +141,7 @@ REFUSED_BY_PIPELINES = {
     "save_pretrained": "Weights of a split pipeline lie on different ranks: copy the folder it was loaded from.",
     "push_to_hub": "Weights of a split pipeline lie on different ranks: copy the folder it was loaded from.",
     "__deepcopy__": "A copy would need ranks of its own: load the pipeline again.",
+    "__reduce_ex__": "Pickle the path that it was loaded from, and load it again.",
 }
 """What a split pipeline cannot do, and what to do instead."""
 
@@ -162,8 +163,22 @@ def _spread_class(cls: Any, shows: bool) -> Any:
             output = resolved(output)
             return output if shows else without_data(output)
 
+    @functools.wraps(cls.to)
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        target = {name: kwargs[name] for name in ("device", "dtype") if kwargs.get(name) is not None}
+        for component in self.components.values():
+            if config_of(component) is not None:
+                component.to(*(arg for arg in args if arg is not None), **target)  # refuses before others are changed
+        return cls.to(self, *args, **kwargs)
+
+    def copied(self: Any) -> Any:  # shallow, as each request has one; pickling is refused
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
     refused = {name: refusal(name, advice) for name, advice in REFUSED_BY_PIPELINES.items()}
-    return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__, **refused})
+    own = {"__call__": call, "__copy__": copied, "to": to, "__module__": cls.__module__}
+    return type(cls.__name__, (cls,), {**own, **refused})
 
 
 def config_of(component: Any) -> ParallelConfig | None:

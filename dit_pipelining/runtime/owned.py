@@ -150,10 +150,16 @@ REFUSED = {
 """What no part of a split pipeline can do, and what to do instead."""
 
 
+PYTHON = {"__deepcopy__": "copy.deepcopy", "__reduce_ex__": "pickling or copy.copy"}
+"""What calls a method that nobody calls by its name."""
+
+
 def refusal(name: str, advice: str) -> Any:
     """A method that raises a ConfigError."""
 
     def refuse(self: Any, *_: Any, **__: Any) -> Any:
-        raise ConfigError(f"{name} of a {type(self).__name__} that is spread over ranks is not possible. {advice}")
+        raise ConfigError(
+            f"{PYTHON.get(name, name)} of a {type(self).__name__} that is spread over ranks is not possible. {advice}"
+        )
 
     return refuse

@@ -97,6 +97,8 @@ class Turns:
         Raises:
             BaseException: what a function raised first; the others end too.
         """
+        if not functions:
+            return []
         results: list[Any] = [None] * len(functions)
         waiting = list(enumerate(functions))
 

@@ -32,7 +32,11 @@ def images(folder: Path, sizes: dict[str, int]) -> tuple[list[torch.Tensor], lis
         ran.append(index)
         return output.images
 
-    return generate(pipeline, requests(), on_output=note), ran
+    assert generate(pipeline, []) == []
+    [only] = generate(pipeline, requests()[:1])  # which leaves nothing to the second copy
+    found = generate(pipeline, requests(), on_output=note)
+    assert torch.equal(only.images, found[0])
+    return found, ran
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from diffusers import hooks
 from torch import nn
 
 from dit_pipelining.api import ParallelConfig, load_pipeline, parallelize
-from dit_pipelining.errors import ConfigError
+from dit_pipelining.errors import ConfigError, SplitError
 from tests import checkpoints
 from tests.distributed import RankPool
 from tests.layouts import LAYOUTS
@@ -35,17 +36,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.flux(tmp_path_factory.mktemp("refused") / "flux")
 
 
-def paint(pipeline: Any) -> torch.Tensor:
+def paint(pipeline: Any, **changes: Any) -> torch.Tensor:
     pipeline.set_progress_bar_config(disable=True)
     options = dict(height=8, width=8, max_sequence_length=16, num_inference_steps=2, output_type="latent")
-    images: torch.Tensor = pipeline("a red cat", generator=torch.Generator().manual_seed(7), **options).images
+    images: torch.Tensor = pipeline("a red cat", generator=torch.Generator().manual_seed(7), **options | changes).images
     return images
 
 
 def refusal(act: Callable[[], Any]) -> str:
     try:
         act()
-    except ConfigError as error:
+    except SplitError as error:
         return str(error)
     return "not refused"
 
@@ -59,6 +60,9 @@ def refusals(pipeline: Any, folder: Path) -> dict[str, str]:
         "compile": refusal(model.compile),
         "deepcopy": refusal(lambda: copy.deepcopy(pipeline)),
         "pickle": refusal(lambda: pickle.dumps(model)),
+        "pickle of the pipeline": refusal(lambda: pickle.dumps(pipeline)),
+        "cast": refusal(lambda: pipeline.to(torch.bfloat16)),
+        "move": refusal(lambda: pipeline.to("meta")),
     }
 
 
@@ -67,7 +71,10 @@ EXPECTED = dict.fromkeys(CACHES, "disable_cache") | {
     "save": "copy the folder",
     "compile": "compile='blocks'",
     "deepcopy": "would need ranks of its own",
-    "pickle": "lie on different ranks",
+    "pickle": "pickling or copy.copy of a FluxTransformer2DModel",
+    "pickle of the pipeline": "Pickle the path",
+    "cast": "cannot be moved to torch.bfloat16",
+    "move": "cannot be moved to meta",
 }
 
 
@@ -89,7 +96,17 @@ def refused_before_and_after(
         "fuse_qkv_projections": refusal(lambda: model.fuse_qkv_projections()),
         "casting": refusal(lambda: model.enable_layerwise_casting(compute_dtype=torch.float32)),
     }
-    first = paint(pipeline)
+
+    def call_meanwhile(_: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        def call() -> None:
+            found[0]["a call of another thread"] = refusal(lambda: paint(pipeline))
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        return values
+
+    first = paint(pipeline, callback_on_step_end=call_meanwhile)
     found.append(refusals(pipeline, folder))
     pipeline.transformer = torch.compile(model)
     found[-1]["wrapped by torch.compile"] = refusal(lambda: paint(pipeline))
@@ -106,6 +123,7 @@ def test_what_cannot_be_followed_is_refused_and_leaves_the_pipeline_as_it_is(
     [expected] = ranks.run(1, plain, folder)
     for found, awaiting, hooked, image in ranks.run(world_size(layout), refused_before_and_after, folder, layout):
         assert "compile='blocks'" in found[-1].pop("wrapped by torch.compile")
+        assert "Make one at a time" in found[0].pop("a call of another thread")
         for answers in found:
             assert {name: part for name, part in EXPECTED.items() if part not in answers[name]} == {}
         assert all("first call" in text for text in awaiting.values())

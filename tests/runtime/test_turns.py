@@ -29,6 +29,10 @@ def test_turns_go_around_and_skip_requests_that_have_ended() -> None:
     assert events == [(0, 0), (1, 0), (2, 0), (0, 1), (2, 1), (0, 2)]
 
 
+def test_nothing_to_run_gives_nothing() -> None:
+    assert Turns().run([]) == []
+
+
 def test_a_request_beyond_the_limit_starts_when_another_has_ended() -> None:
     turns = Turns()
     events: list[tuple[int, int]] = []
