@@ -14,9 +14,6 @@ PIPED_WIDTH = 120
 
 DTYPES = ("bfloat16", "float16", "float32")
 
-DEFAULT_DEVICE = "h200"
-"""What a model is shown on where nobody says what the ranks are."""
-
 DEFAULT_STEPS = 50
 """Denoising steps of a request to a model whose own number is not known."""
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.capture.graph import BlockGraph
-from dit_pipelining.cli.arguments import DEFAULT_DEVICE, DEFAULT_STEPS
+from dit_pipelining.cli.arguments import DEFAULT_STEPS
 from dit_pipelining.cli.capturing import captured
-from dit_pipelining.costs.devices import DeviceProfile, find_device
+from dit_pipelining.costs.devices import DEFAULT_DEVICE, DeviceProfile, find_device
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.planning.beside import beside_model
 from dit_pipelining.planning.components import Components, components_of

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from dit_pipelining.cli.arguments import DEFAULT_DEVICE, DEFAULT_STEPS
+from dit_pipelining.cli.arguments import DEFAULT_STEPS
 from dit_pipelining.cli.capturing import Capture, Captured, captured
 from dit_pipelining.cli.plan_search import divides_of
 from dit_pipelining.config_checks import early_counts_check
-from dit_pipelining.costs.devices import DeviceProfile, find_device
-from dit_pipelining.costs.inside import block_works, shared_inside
+from dit_pipelining.costs.devices import DEFAULT_DEVICE, DeviceProfile, find_device, known_device
+from dit_pipelining.costs.inside import rank_costs
 from dit_pipelining.costs.machine import Machine, machine
 from dit_pipelining.costs.measured import MeasuredProfile, read_profile
-from dit_pipelining.costs.model_costs import model_costs
 from dit_pipelining.costs.plan import plan_cut
 from dit_pipelining.costs.timing import TimingChoice
+from dit_pipelining.costs.together import Others, others_of
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.lowering.report import report_split
 from dit_pipelining.planning.beside import Beside, beside_model
@@ -33,7 +33,7 @@ from dit_pipelining.planning.models import ModelSpec, SizeRequest, TransformerSp
 from dit_pipelining.planning.recipes import Size
 from dit_pipelining.planning.timeline import Load
 from dit_pipelining.show.picture import Alternative, Picture, Target, alternative
-from partitioners import ENVIRONMENT_VARIABLE, Component, ModelCosts, PartitionError
+from partitioners import ENVIRONMENT_VARIABLE, Component, PartitionError
 from partitioners.errors import counted
 
 NO_VARIABLES: Mapping[str, str] = {}
@@ -139,9 +139,10 @@ def study(question: Question, capture: Capture = captured) -> Picture:
     setting = _Setting(question, model, machine, target, load, size, beside, _not_counted(known_beside, size))
     specs = zip(model.transformers, inputs, strict=True)
     models = [capture(spec, described, question.dtype) for spec, (described, _) in specs]
-    costs = [_costs(setting, own) for own in models]
-    picture = _picture(setting, models, costs, question.partitioner, question.partition, os.environ)
-    alternatives = tuple(_alternative(setting, models, costs, name) for name in question.compare)
+    for own in models:
+        _check_inside(setting, own)
+    picture = _picture(setting, models, question.partitioner, question.partition, os.environ)
+    alternatives = tuple(_alternative(setting, models, name) for name in question.compare)
     return replace(picture, decided_by=_decided_by(question), alternatives=alternatives)
 
 
@@ -166,26 +167,17 @@ def _profile(question: Question) -> TimingChoice | None:
 def _machine(question: Question, profile: TimingChoice | None) -> tuple[Machine, Target]:
     """The machine to cut for, and how it is shown. Where no device was named, memory does not limit the cut."""
     measured = profile if isinstance(profile, MeasuredProfile) else None
-    usual = _usual_device(question, measured)
+    if measured is not None and question.device is None and known_device(measured.device) is None:
+        raise ConfigError(
+            f"{question.profile} was measured on {measured.device!r}, whose memory and links are not known; name the known "
+            "device that is most like it with --device."
+        )
     found = machine(question.degrees.pipeline, question.asked_ranks, profile, question.topology)
-    devices = tuple(rank.device or usual for rank in found.ranks)
+    devices = tuple(map(found.device_of, found.ranks))
     limits = (rank.memory_bytes or device.usable_bytes for rank, device in zip(found.ranks, devices, strict=True))
     links = (device.link(question.topology) for device in devices[:-1])
     source = f"as measured on {measured.device}" if measured else "from data sheets"
     return found, Target(devices, tuple(links), tuple(limits), source)
-
-
-def _usual_device(question: Question, measured: MeasuredProfile | None) -> DeviceProfile:
-    """Whose memory and links ranks have that were not described."""
-    if question.device is not None or measured is None:
-        return find_device(question.device or DEFAULT_DEVICE)
-    try:
-        return find_device(measured.device)
-    except ConfigError:
-        raise ConfigError(
-            f"{question.profile} was measured on {measured.device!r}, whose memory and links are not known; name the known "
-            "device that is most like it with --device."
-        ) from None
 
 
 def _inputs(
@@ -224,23 +216,24 @@ def _not_counted(known: Beside | None, size: Size | None) -> str:
     return "; ".join(missing + decode)
 
 
-def _costs(setting: _Setting, own: Captured) -> ModelCosts:
-    """Costs of a call on each of the ranks that share the stages."""
+def _check_inside(setting: _Setting, own: Captured) -> None:
+    """Check that the ranks can share the stages of a captured model."""
     degrees = setting.question.degrees
-    costs = model_costs(own.graph, own.model, setting.machine.timing)
-    if degrees.inside == degrees.shards == 1:
-        return costs
-    if problem := problem_inside(degrees, divides_of(own.model, own.graph)):
+    if degrees.inside > 1 and (problem := problem_inside(degrees, divides_of(own.model, own.graph))):
         raise ConfigError(f"{degrees.flags()}: {problem}.")
-    device = setting.target.devices[0]
-    works = block_works(own.graph, own.model, costs, device)
-    return shared_inside(costs, works, degrees, degrees.shards, device.link(setting.question.topology))
+
+
+def _others(setting: _Setting, models: Sequence[Captured], index: int) -> Others:
+    """What the ranks hold beside the transformer of this index."""
+    degrees, numbers = setting.question.degrees, [len(spec.names) for spec in setting.model.transformers]
+    numbers[index] -= 1
+    others = [own.model for own, number in zip(models, numbers, strict=True) for _ in range(number)]
+    return others_of(models[index].model, others, degrees.pipeline, degrees, degrees.shards)
 
 
 def _picture(
     setting: _Setting,
     models: Sequence[Captured],
-    costs: Sequence[ModelCosts],
     partitioner: str,
     counts: str | None = None,
     environment: Mapping[str, str] = NO_VARIABLES,
@@ -250,10 +243,19 @@ def _picture(
     splits = [
         own.split(
             plan_cut(
-                own.graph, own.model, setting.machine, partitioner, counts, setting.components, environment, costs=cost
+                own.graph,
+                own.model,
+                setting.machine,
+                partitioner,
+                counts,
+                setting.components,
+                environment,
+                layout=degrees,
+                shards=degrees.shards,
+                others=_others(setting, models, index),
             )
         )
-        for own, cost in zip(models, costs, strict=True)
+        for index, own in enumerate(models)
     ]
     timelines = tuple(
         forecast(split, setting.target.devices, question.topology, setting.load, setting.beside, degrees)
@@ -268,7 +270,8 @@ def _picture(
         dtype=question.dtype,
         target=setting.target,
         reports=tuple(
-            report_split(split, spec.names, cost) for split, spec, cost in zip(splits, specs, costs, strict=True)
+            report_split(split, spec.names, rank_costs(own.graph, own.model, setting.machine, degrees, degrees.shards))
+            for own, split, spec in zip(models, splits, specs, strict=True)
         ),
         timelines=timelines,
         memory=rank_memory(list(zip(splits, numbers, strict=True)), timelines[0].workload, setting.beside, degrees),
@@ -277,10 +280,10 @@ def _picture(
     )
 
 
-def _alternative(setting: _Setting, models: Sequence[Captured], costs: Sequence[ModelCosts], name: str) -> Alternative:
+def _alternative(setting: _Setting, models: Sequence[Captured], name: str) -> Alternative:
     """Cut the captured models in another way."""
     try:
-        return alternative(_picture(setting, models, costs, name))
+        return alternative(_picture(setting, models, name))
     except PartitionError as error:
         return Alternative(name, problem=str(error))
 

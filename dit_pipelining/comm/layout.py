@@ -33,6 +33,11 @@ class Layout:
         return self.ring * self.ulysses
 
     @property
+    def inside(self) -> int:
+        """Ranks of a replica that share each stage."""
+        return self.sequence * self.tensor
+
+    @property
     def size(self) -> int:
         """All ranks."""
         return prod(getattr(self, name) for name in DIMENSIONS)
@@ -59,3 +64,6 @@ class Layout:
         for name, place in zip(DIMENSIONS, places, strict=True):
             rank = rank * getattr(self, name) + place
         return rank
+
+
+ONE_RANK = Layout()

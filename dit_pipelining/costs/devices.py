@@ -187,6 +187,9 @@ DEVICES: dict[str, DeviceProfile] = {
 }
 """The devices that have a name."""
 
+DEFAULT_DEVICE = "h200"
+"""What ranks are taken to be where nobody says it."""
+
 
 def find_device(name: str) -> DeviceProfile:
     """The device of this name; capitals, spaces, hyphens and the makers' names do not matter.
@@ -194,11 +197,15 @@ def find_device(name: str) -> DeviceProfile:
     Raises:
         ConfigError: there is none; names those that there are.
     """
+    if (device := known_device(name)) is None:
+        raise ConfigError(f"there is no device {name!r}; known are {', '.join(DEVICES)}.")
+    return device
+
+
+def known_device(name: str) -> DeviceProfile | None:
+    """The same; None: there is none."""
     key = "".join(letter for letter in name.lower() if letter.isalnum())
     for word in ("nvidia", "geforce"):
         key = key.replace(word, "")
-    for device in DEVICES.values():
-        # torch names devices such as `NVIDIA H100 80GB HBM3` and `NVIDIA A100-SXM4-80GB`.
-        if key.startswith(device.name):
-            return device
-    raise ConfigError(f"there is no device {name!r}; known are {', '.join(DEVICES)}.")
+    # torch names devices such as `NVIDIA H100 80GB HBM3` and `NVIDIA A100-SXM4-80GB`.
+    return next((device for device in DEVICES.values() if key.startswith(device.name)), None)

@@ -18,15 +18,18 @@ from torch import fx, nn
 
 from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.capture.graph import BlockGraph
-from dit_pipelining.comm.layout import Layout
+from dit_pipelining.comm.layout import ONE_RANK, Layout
 from dit_pipelining.costs.collectives import hsdp_seconds, ring_seconds, tensor_seconds, ulysses_seconds
 from dit_pipelining.costs.devices import DeviceProfile, Link
-from dit_pipelining.costs.model_costs import Section, sections
+from dit_pipelining.costs.machine import Machine
+from dit_pipelining.costs.model_costs import Section, model_costs, sections
 from dit_pipelining.costs.roofline import Roofline
-from dit_pipelining.costs.sharded import held_when_sharded
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.sharding.tensor_plans import tensor_plan
 from partitioners import BlockCost, ModelCosts
+
+WHOLE_BLOCKS = 2
+"""Blocks whose weights HSDP holds whole: the one that computes, and the next."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,38 @@ class BlockWork:
         return hsdp_seconds(self.held(layout.tensor), shards, link)
 
 
-def block_works(graph: BlockGraph, model: nn.Module, costs: ModelCosts, device: DeviceProfile) -> tuple[BlockWork, ...]:
+def rank_costs(
+    graph: BlockGraph,
+    model: nn.Module,
+    machine: Machine,
+    layout: Layout = ONE_RANK,
+    shards: int = 1,
+    blocks: Sequence[str] | None = None,
+) -> ModelCosts:
+    """Costs of a call on one of the ranks that share each stage, for a run and for what is shown of one.
+
+    Args:
+        graph: of the whole call, captured with `count_work` on a model of which nothing is cut.
+        model: that model, with weights or without.
+        machine: its ranks.
+        layout: how many ranks share what.
+        shards: ranks over which HSDP keeps the weights of each block.
+        blocks: names of the model's blocks, see `find_blocks`.
+
+    Raises:
+        ConfigError: the machine's profile is of another model.
+    """
+    costs = model_costs(graph, model, machine.timing)
+    if layout.inside == shards == 1:
+        return costs
+    device = machine.device_of(machine.ranks[0])
+    works = block_works(graph, model, costs, device, blocks)
+    return shared_inside(costs, works, layout, shards, device.link(machine.topology))
+
+
+def block_works(
+    graph: BlockGraph, model: nn.Module, costs: ModelCosts, device: DeviceProfile, blocks: Sequence[str] | None = None
+) -> tuple[BlockWork, ...]:
     """What each block of the main chain does.
 
     Args:
@@ -76,9 +110,10 @@ def block_works(graph: BlockGraph, model: nn.Module, costs: ModelCosts, device: 
         model: with weights or without.
         costs: of the model on one GPU, from `model_costs`.
         device: by whose data sheet each block's seconds are told apart.
+        blocks: names of the model's blocks, see `find_blocks`.
     """
     timing = Roofline(device)
-    cut = cut_tensors(model)
+    cut = cut_tensors(model, blocks)
     sizes = {name: parameter.nbytes for name, parameter in model.named_parameters() if name in cut}
     hidden = max([costs.prologue.boundary_bytes, *(cost.boundary_bytes for cost in costs.blocks)])
     _, *parts, _ = sections(graph, model)
@@ -113,7 +148,8 @@ def shared_inside(costs: ModelCosts, works: Sequence[BlockWork], layout: Layout,
     blocks = []
     for cost, work in zip(costs.blocks, works, strict=True):
         compute, sending = work.seconds(layout, link)
-        kept, gathered = held_when_sharded(work.held(layout.tensor), shards)
+        kept = work.held(layout.tensor) / shards
+        gathered = WHOLE_BLOCKS * (work.held(layout.tensor) - kept)
         blocks.append(
             replace(
                 cost,
@@ -127,21 +163,29 @@ def shared_inside(costs: ModelCosts, works: Sequence[BlockWork], layout: Layout,
     return replace(costs, blocks=tuple(blocks), prologue=prologue, epilogue=epilogue)
 
 
-def held_bytes(model: nn.Module, layout: Layout, shards: int) -> dict[str, float]:
+def held_bytes(model: nn.Module, layout: Layout, shards: int, blocks: Sequence[str] | None = None) -> dict[str, float]:
     """Bytes that one of the ranks that share each stage holds of each parameter and buffer, by name."""
-    cut = cut_tensors(model) if layout.tensor > 1 else frozenset()
-    blocks = tuple(f"{name}." for name in find_blocks(model))
+    cut = cut_tensors(model, blocks) if layout.tensor > 1 else frozenset()
+    sharded = tuple(f"{name}." for name in find_blocks(model, blocks))
     parameters = {
-        name: parameter.nbytes / (layout.tensor if name in cut else 1) / (shards if name.startswith(blocks) else 1)
+        name: parameter.nbytes / (layout.tensor if name in cut else 1) / (shards if name.startswith(sharded) else 1)
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
     return parameters | {name: buffer.nbytes for name, buffer in model.named_buffers(remove_duplicate=False)}
 
 
-def cut_tensors(model: nn.Module) -> frozenset[str]:
+def parameter_bytes(
+    model: nn.Module, layout: Layout, shards: int, blocks: Sequence[str] | None = None
+) -> dict[str, float]:
+    """The same of each parameter once, whatever names it has, without buffers."""
+    held = held_bytes(model, layout, shards, blocks)
+    return {name: held[name] for name, _ in model.named_parameters()}
+
+
+def cut_tensors(model: nn.Module, blocks: Sequence[str] | None = None) -> frozenset[str]:
     """Names of the tensors that tensor parallelism divides; none where it cannot cut the model."""
     try:
-        return tensor_plan(model, find_blocks(model)).cut_tensors()
+        return tensor_plan(model, find_blocks(model, blocks)).cut_tensors()
     except ConfigError:
         return frozenset()
 

@@ -5,7 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dit_pipelining.config import ParallelConfig
-from dit_pipelining.costs.devices import GIB, RESERVED_BYTES, DeviceProfile, find_device
+from dit_pipelining.costs.devices import (
+    DEFAULT_DEVICE,
+    DEVICES,
+    GIB,
+    RESERVED_BYTES,
+    DeviceProfile,
+    find_device,
+    known_device,
+)
 from dit_pipelining.costs.measured import MeasuredProfile
 from dit_pipelining.costs.model_costs import Timing
 from dit_pipelining.costs.roofline import Roofline
@@ -57,6 +65,15 @@ class Machine:
         """Whether some rank's memory is limited."""
         limits = (rank.spec.memory_bytes if rank.spec is not None else rank.memory_bytes for rank in self.ranks)
         return any(limit is not None for limit in limits)
+
+    def device_of(self, rank: Rank) -> DeviceProfile:
+        """The rank's device; where it was described without one, the one that seconds are taken from, or else the default."""
+        if rank.device is not None:
+            return rank.device
+        if isinstance(self.timing, Roofline):
+            return self.timing.device
+        measured = known_device(self.timing.device) if isinstance(self.timing, MeasuredProfile) else None
+        return measured or DEVICES[DEFAULT_DEVICE]
 
 
 def machine(

@@ -7,11 +7,15 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from dit_pipelining.capture.graph import BlockGraph
+from dit_pipelining.comm.layout import ONE_RANK, Layout
+from dit_pipelining.comm.peer_channels import SLOTS
 from dit_pipelining.costs.devices import DeviceProfile, find_device
+from dit_pipelining.costs.inside import rank_costs
 from dit_pipelining.costs.machine import Machine, Rank
 from dit_pipelining.costs.measured import MeasuredProfile
 from dit_pipelining.costs.model_costs import model_costs
 from dit_pipelining.costs.roofline import Roofline
+from dit_pipelining.costs.together import NO_OTHERS, Others, with_others
 from partitioners import (
     Component,
     ModelCosts,
@@ -32,7 +36,7 @@ class CutPlan:
 
     Attributes:
         partition: blocks per stage.
-        costs: of the model.
+        costs: of the model on each rank, with the weights of transformers beside it.
         ranks: one per stage, with what the components take of them.
         owners: stage whose rank holds each component, by name.
     """
@@ -51,29 +55,38 @@ def plan_cut(
     counts: Sequence[int] | str | None = None,
     components: Sequence[Component] = (),
     environment: Mapping[str, str] = os.environ,
-    costs: ModelCosts | None = None,
+    *,
+    layout: Layout = ONE_RANK,
+    shards: int = 1,
+    others: Others = NO_OTHERS,
+    blocks: Sequence[str] | None = None,
 ) -> CutPlan:
-    """Choose where to cut.
+    """Choose where to cut: the same for a run and for what is shown of one.
 
     Only `vae-aware` chooses the components' ranks and counts their seconds; the others find them on the ranks that they are
     bound to or prefer, and count their bytes.
 
     Args:
-        graph: of the model's forward, captured with `count_work`.
-        model: with weights or without.
+        graph: of the whole call, captured with `count_work` on a model of which nothing is cut.
+        model: that model, with weights or without.
         machine: its ranks.
         partitioner: see `resolve_partition`.
         counts: blocks per stage, where they were given.
         components: text encoders and VAE.
         environment: where to look for VLLM_PP_LAYER_PARTITION.
-        costs: of the model on each rank, where several share a stage. Default: of the whole model, by the machine's timing.
+        layout: how many ranks share what of a stage.
+        shards: ranks over which HSDP keeps the weights of each block.
+        others: transformers on the same ranks.
+        blocks: names of the model's blocks, see `find_blocks`.
 
     Raises:
         PartitionError: the model cannot be cut like this, or does not fit.
         ConfigError: the machine's profile is of another model.
     """
-    costs = replace(costs or model_costs(graph, model, machine.timing), components=tuple(components))
-    ranks = [_rank_spec(rank, machine, graph, model) for rank in machine.ranks]
+    costs = with_others(rank_costs(graph, model, machine, layout, shards, blocks), others)
+    costs = replace(costs, components=tuple(components))
+    buffers = buffer_bytes(costs, len(machine.ranks))
+    ranks = [_with_buffers(_rank_spec(rank, machine, graph, model), buffers) for rank in machine.ranks]
     if partitioner == "vae-aware" and counts is None and counts_from_environment(environment) is None:
         placement = place(costs, ranks)
         return CutPlan(placement.partition, costs, placement.ranks, placement.owners)
@@ -81,6 +94,15 @@ def plan_cut(
     held = with_components(ranks, [replace(component, seconds=0.0) for component in components], owners)
     partition = resolve_partition(partitioner, costs, held, counts=counts, environment=environment)
     return CutPlan(partition, costs, tuple(with_components(ranks, components, owners)), owners)
+
+
+def buffer_bytes(costs: ModelCosts, num_stages: int) -> int:
+    """What a stage that receives and sends has beside its activations, at the widest boundary: slots of links and a copy."""
+    return (2 * SLOTS + 1) * max(cost.boundary_bytes for cost in costs.blocks) if num_stages > 1 else 0
+
+
+def _with_buffers(rank: RankSpec, buffers: int) -> RankSpec:
+    return replace(rank, fixed_bytes=rank.fixed_bytes + buffers)
 
 
 def _rank_spec(rank: Rank, machine: Machine, graph: BlockGraph, model: nn.Module) -> RankSpec:

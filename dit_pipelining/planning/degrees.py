@@ -25,11 +25,6 @@ class Degrees(Layout):
     tiles: int = 1
     uneven: bool = False
 
-    @property
-    def inside(self) -> int:
-        """Ranks of a replica that share each stage."""
-        return self.sequence * self.tensor
-
     def flags(self) -> str:
         """As flags of the recipes; a dimension of one rank is left out."""
         given = [f"{FLAGS[own.name]} {value}" for own in fields(self) if (value := getattr(self, own.name)) > 1]

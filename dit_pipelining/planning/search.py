@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from dit_pipelining.comm.peer_channels import SLOTS
 from dit_pipelining.costs.devices import DeviceProfile, Link
 from dit_pipelining.costs.inside import BlockWork, shared_inside
+from dit_pipelining.costs.plan import buffer_bytes
+from dit_pipelining.costs.together import Others, with_others
 from dit_pipelining.planning.degrees import Degrees, every_way, problem_of
 from dit_pipelining.planning.forecast import result_seconds, transfer_seconds
 from dit_pipelining.planning.simulation import simulate
@@ -113,12 +114,10 @@ def sharded_costs(work: ModelWork, degrees: Degrees, link: Link) -> ModelCosts:
     works = [_scaled_work(block, scale) for block in work.blocks]
     whole = ModelCosts(
         tuple(BlockCost(0.0, activation_bytes=own.activations, boundary_bytes=own.hidden) for own in works),
-        prologue=_scaled(work.prologue, scale, work.copies),
-        epilogue=_scaled(work.epilogue, scale, work.copies),
+        prologue=_scaled(work.prologue, scale),
+        epilogue=_scaled(work.epilogue, scale),
     )
-    costs = shared_inside(whole, works, degrees, degrees.shards, link)
-    held = (replace(cost, parameter_bytes=cost.parameter_bytes * work.copies) for cost in costs.blocks)
-    return replace(costs, blocks=tuple(held))
+    return with_others(shared_inside(whole, works, degrees, degrees.shards, link), Others(alike=work.copies - 1))
 
 
 def _way(work: ModelWork, degrees: Degrees, device: DeviceProfile, link: Link) -> Way:
@@ -129,7 +128,7 @@ def _way(work: ModelWork, degrees: Degrees, device: DeviceProfile, link: Link) -
     fixed[0] += beside.encoder_bytes
     for stage in _stages_with_tiles(degrees):
         fixed[stage] += beside.vae_bytes + decode_bytes
-    buffers = _buffers(costs, stages)
+    buffers = buffer_bytes(costs, stages)
     ranks = [
         RankSpec(
             memory_bytes=device.usable_bytes,
@@ -217,17 +216,10 @@ def _scaled_work(block: BlockWork, scale: float) -> BlockWork:
     )
 
 
-def _scaled(glue: BlockCost, scale: float, copies: int) -> BlockCost:
+def _scaled(glue: BlockCost, scale: float) -> BlockCost:
     return BlockCost(
         seconds=glue.seconds * scale,
-        parameter_bytes=glue.parameter_bytes * copies,
+        parameter_bytes=glue.parameter_bytes,
         activation_bytes=math.ceil(glue.activation_bytes * scale),
         boundary_bytes=math.ceil(glue.boundary_bytes * scale),
     )
-
-
-def _buffers(costs: ModelCosts, stages: int) -> int:
-    """Of a stage that receives and sends, as in `planning/memory.py`, at the widest boundary."""
-    if stages == 1:
-        return 0
-    return (2 * SLOTS + 1) * max(cost.boundary_bytes for cost in costs.blocks)

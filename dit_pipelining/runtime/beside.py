@@ -1,26 +1,26 @@
-"""What the ranks of a pipeline hold besides their stages of one transformer."""
+"""What the ranks of a pipeline hold besides their stages of its transformers."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
 
 from dit_pipelining.comm.mesh import layout_of
 from dit_pipelining.config import ParallelConfig
+from dit_pipelining.costs.together import Others, others_of
 from dit_pipelining.runtime.owned import text_parts
 from dit_pipelining.runtime.placing import Places
 from partitioners import Component
 
 
 def held_beside(
-    pipeline: Any, name: str, transformers: Mapping[str, nn.Module], places: Places, config: ParallelConfig
+    pipeline: Any, transformers: Collection[str], places: Places, config: ParallelConfig
 ) -> list[Component]:
-    """What the rank of each stage holds besides that stage of one transformer.
+    """What the rank of each stage holds besides its stages of the transformers.
 
-    That is its stage of every other transformer, about an even share, the components that it owns or that it helps to compute,
-    its parts of text encoders that are cut, and the components that every rank has; of the ranks of a stage in several
-    replicas the one that holds most counts. A VAE that shall have a rank of its own has the one that owns it, else the last
-    one.
+    That is the components that it owns or that it helps to compute, its parts of text encoders that are cut, and the
+    components that every rank has; of the ranks of a stage in several replicas the one that holds most counts. A VAE that
+    shall have a rank of its own has the one that owns it, else the last one.
     """
     stages = config.pipeline_parallel_size
     split = text_parts(pipeline.components)  # by another pipeline, and not of the same size on every rank
@@ -28,8 +28,6 @@ def held_beside(
     sizes = {key: _bytes(part) for key, part in parts.items()}
     for key, (elements, count) in places.part_sizes.items():  # a part's own size would not be the same on every rank
         sizes[key] = elements * next(pipeline.components[key].parameters()).element_size() // count
-    shares = stages * (config.hsdp_shard_size or 1)
-    others = sum(sizes[other] for other in transformers if other != name) // shares
     everywhere = sum(size for key, size in sizes.items() if key not in transformers and key not in places.owners)
     holders = places.holders(layout_of(config))
     owned = [
@@ -39,12 +37,28 @@ def held_beside(
     return [
         Component(
             f"other components of stage {stage}",
-            bytes=others + everywhere + max(owned[stage::stages]),
+            bytes=everywhere + max(owned[stage::stages]),
             rank=stage,
             alone=stage == alone,
         )
         for stage in range(stages)
     ]
+
+
+def others_of_each(transformers: Mapping[str, nn.Module], config: ParallelConfig) -> dict[str, Others]:
+    """What the ranks hold of the others while one transformer is cut, by its name.
+
+    Args:
+        transformers: of a pipeline, before they are cut over ranks and attached: then their classes and weights are others.
+        config: how they are spread.
+    """
+    layout, shards = layout_of(config), config.hsdp_shard_size or 1
+
+    def of(name: str) -> Others:
+        others = [other for key, other in transformers.items() if key != name]
+        return others_of(transformers[name], others, layout.pipeline, layout, shards, config.blocks)
+
+    return {name: of(name) for name in transformers}
 
 
 def _bytes(module: nn.Module) -> int:

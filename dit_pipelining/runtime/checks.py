@@ -8,6 +8,7 @@ from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.capture.casting import refuse_cutting_casts
 from dit_pipelining.capture.hooks import refuse_hooks
 from dit_pipelining.capture.step_caches import keeps_steps
+from dit_pipelining.comm.mesh import layout_of
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.costs.by_weight import owners_by_weight
 from dit_pipelining.costs.machine import machine_of
@@ -53,4 +54,5 @@ def check_cuts(config: ParallelConfig, models: Mapping[str, nn.Module]) -> None:
     target = machine_of(config)
     given = [check_counts(config, name, model) for name, model in models.items()]
     if target.has_limits and not any(given):
-        owners_by_weight(models.values(), config.blocks, target, ())
+        layout, shards = layout_of(config), config.hsdp_shard_size or 1
+        owners_by_weight(models.values(), config.blocks, target, (), layout, shards)

@@ -7,7 +7,6 @@ from itertools import groupby
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from dit_pipelining.capture.blocks import find_blocks
@@ -19,9 +18,8 @@ from dit_pipelining.capture.signature import CallInputs, bind, first_argument, f
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.config_names import sources_named
 from dit_pipelining.costs.machine import machine_of
-from dit_pipelining.costs.model_costs import model_costs
-from dit_pipelining.costs.plan import plan_cut
-from dit_pipelining.costs.sharded import sharded_over
+from dit_pipelining.costs.plan import CutPlan, plan_cut
+from dit_pipelining.costs.together import NO_OTHERS, Others
 from dit_pipelining.errors import CaptureError
 from dit_pipelining.lowering.boundary import StagePlan, holds
 from dit_pipelining.lowering.placed_blocks import PlacedBlocks
@@ -36,6 +34,7 @@ from dit_pipelining.runtime.schedules import GPipe
 from dit_pipelining.runtime.step_states import StepCall, step_call
 from dit_pipelining.runtime.withheld import refuse_withheld
 from dit_pipelining.sharding.hsdp import ShardedBlocks
+from dit_pipelining.sharding.token_hooks import whole_tokens
 from partitioners import Component, Partition, balanced
 
 FillStage = Callable[[StagePlan, Mapping[str, Callable[[], object]]], None]
@@ -52,10 +51,12 @@ class TransformerExecutor:
     Args:
         name: of the component in its pipeline, for messages and for `ParallelConfig.partition`.
         model: the transformer.
+        whole: it or its copy, of which no rank has a part: what decides where to cut.
         config: degrees, partitioner and schedule.
         rolling: the pipeline's runtime.
         fill_stage: called once with this rank's stage plan.
         components: what else the ranks hold and run, bound to their stages.
+        others: the pipeline's other transformers.
         sharded: keeps the stage's blocks sharded over the ranks that hold them too.
 
     Raises:
@@ -66,10 +67,12 @@ class TransformerExecutor:
         self,
         name: str,
         model: nn.Module,
+        whole: nn.Module,
         config: ParallelConfig,
         rolling: Rolling,
         fill_stage: FillStage,
         components: Sequence[Component] = (),
+        others: Others = NO_OTHERS,
         sharded: ShardedBlocks | None = None,
     ) -> None:
         self.name = name
@@ -80,11 +83,10 @@ class TransformerExecutor:
         self.split: SplitModel | None = None
         self.counts = check_counts(config, name, model)
         self.machine = machine_of(config)
-        self._captures = CaptureCache(
-            model, config.blocks, model.forward, count_work=True, before_capture=rolling.drain
-        )
+        self._captures, self._whole = self._capturing(model), self._capturing(whole)
         self._fill_stage = fill_stage
         self._components = components
+        self._others = others
         self._sharded = sharded
         self._gpipe: GPipe | None = None
         self.rebalancer: Rebalancer | None = None
@@ -95,6 +97,11 @@ class TransformerExecutor:
         self._placed: PlacedBlocks | None = None
         rolling.between_calls.append(self._refuse_changes)
         rolling.alike[f"what is changed in {name!r}"] = self._captures.state.changed_by_hand
+
+    def _capturing(self, model: nn.Module) -> CaptureCache:
+        return CaptureCache(
+            model, self.config.blocks, model.forward, count_work=True, before_capture=self.rolling.drain
+        )
 
     @property
     def awaits_weights(self) -> bool:
@@ -193,12 +200,7 @@ class TransformerExecutor:
         kwargs = bind(self.model.forward, (), kwargs)
         graph = self._captures.get(kwargs)
         self._refuse_random(graph)
-        shards = self._sharded.shards if self._sharded is not None else 1
-        costs = sharded_over(model_costs(graph, self.model, self.machine.timing), shards)
-        cut = plan_cut(
-            graph, self.model, self.machine, self.config.partitioner, self.counts, self._components, costs=costs
-        )
-        cut = replace(cut, partition=self._as_all_callers(cut.partition))
+        cut = self._plan(graph, kwargs)
         stage = self.rolling.mesh.stage
         unused = unused_tensors(self.model, graph, find_blocks(self.model, self.config.blocks))
 
@@ -219,14 +221,24 @@ class TransformerExecutor:
         self._prepare_stage()
         return self.split
 
-    def _as_all_callers(self, partition: Partition) -> Partition:
-        """Where the first of the ranks cuts that make the same calls: their parts of the tokens can cost different times."""
-        mesh = self.rolling.mesh
-        if mesh.callers == mesh.line:
-            return partition
-        shared = [partition]
-        dist.broadcast_object_list(shared, group_src=0, group=self.rolling.callers)
-        return shared[0]
+    def _plan(self, graph: BlockGraph, kwargs: Mapping[str, Any]) -> CutPlan:
+        """Where to cut, by what the whole call costs: all ranks find the same, whatever part of it is theirs."""
+        layout = self.rolling.mesh.layout
+        if layout.inside > 1:
+            with whole_tokens():
+                graph = self._whole.get(kwargs)
+        return plan_cut(
+            graph,
+            self._whole.model,
+            self.machine,
+            self.config.partitioner,
+            self.counts,
+            self._components,
+            layout=layout,
+            shards=self._sharded.shards if self._sharded is not None else 1,
+            others=self._others,
+            blocks=self.config.blocks,
+        )
 
     def _sharding_of(self, graph: BlockGraph, plan: StagePlan) -> dict[str, Callable[[], object]]:
         """How each block of the main chain is sharded; those of which glue uses a part stay whole."""

@@ -19,7 +19,7 @@ from dit_pipelining.errors import ConfigError, NotATransformerError
 from dit_pipelining.runtime.checks import check_cuts, check_splits
 from dit_pipelining.runtime.filling import from_checkpoint, from_memory
 from dit_pipelining.runtime.owned import text_parts
-from dit_pipelining.runtime.parallel import cut_over_ranks, spread
+from dit_pipelining.runtime.parallel import cut_over_ranks, kept_whole, spread
 from dit_pipelining.runtime.placing import Places, choose_places
 from dit_pipelining.runtime.whole import check_whole, says_something
 from dit_pipelining.sharding.teams import make_team_groups
@@ -181,10 +181,11 @@ def load_split(files: PipelineFiles, config: ParallelConfig, launch: Launch) -> 
     mesh = Mesh.of(layout_of(config), dist.get_rank())
     components = _load_components(files, outlook.index, places, mesh, device, launch.timeout)
     pipeline = _load_rest(files, outlook.index, {**models, **components})
+    whole = kept_whole(models, config)
     shards = cut_over_ranks(models, config, device)
     fill = {name: from_memory(model, device) for name, model in outlook.passed.items()}
     fill |= {name: from_checkpoint(transformer, device, shards[name]) for name, transformer in outlook.empty.items()}
-    spread(pipeline, models, fill, places, config, device, launch.guard)
+    spread(pipeline, models, whole, fill, places, config, device, launch.guard)
     return pipeline
 
 

@@ -19,7 +19,7 @@ from dit_pipelining.comm.transport import choose_transport
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.errors import SplitError
 from dit_pipelining.runtime.attach import attach, attach_pipeline, resolve_inputs
-from dit_pipelining.runtime.beside import held_beside
+from dit_pipelining.runtime.beside import held_beside, others_of_each
 from dit_pipelining.runtime.checks import check_splits
 from dit_pipelining.runtime.components import OwnedComponent
 from dit_pipelining.runtime.executor import FillStage, TransformerExecutor
@@ -37,8 +37,16 @@ from dit_pipelining.sharding.tensor_layers import Shard
 from dit_pipelining.sharding.text_encoder_parts import TextEncoderParts
 from dit_pipelining.sharding.vae_tiles import VaeTiles, switch_on
 from dit_pipelining.weights.components import components_in_memory, drop_weights
+from dit_pipelining.weights.empty import empty_copy
 from dit_pipelining.weights.placement import kind_of
 from dit_pipelining.weights.text_encoders import cut_in_memory
+
+
+def kept_whole(transformers: Mapping[str, nn.Module], config: ParallelConfig) -> dict[str, nn.Module]:
+    """What each transformer is before `cut_over_ranks`: what is to be cut has a copy without weights."""
+    return {
+        name: empty_copy(model) if config.tensor_parallel_size > 1 else model for name, model in transformers.items()
+    }
 
 
 def cut_over_ranks(
@@ -69,17 +77,19 @@ def split_in_memory(
     sizes = components_in_memory(components)
     places = choose_places(config, sizes, transformers, components.__getitem__, text_parts(components))
     device = launch.join()
+    whole = kept_whole(transformers, config)
     cut_over_ranks(transformers, config, device)
     teams = {name: places.teams[name] for name in places.texts}
     groups = make_team_groups(teams, layout_of(config), device, launch.timeout)
     cut_in_memory({name: components[name] for name in places.texts}, places.texts, groups)
     fill = {name: from_memory(model, device) for name, model in transformers.items()}
-    spread(pipeline, transformers, fill, places, config, device, launch.guard)
+    spread(pipeline, transformers, whole, fill, places, config, device, launch.guard)
 
 
 def spread(
     pipeline: Any,
     transformers: Mapping[str, nn.Module],
+    whole: Mapping[str, nn.Module],
     fill: Mapping[str, FillStage],
     places: Places,
     config: ParallelConfig,
@@ -91,6 +101,7 @@ def spread(
     Args:
         pipeline: a diffusers pipeline; it is changed in place.
         transformers: those of its components that are split, by name.
+        whole: the same before they were cut over ranks, from `kept_whole`.
         fill: how each of them gets the weights of this rank's stage.
         places: of the other components; this rank's parts of text encoders have been cut.
         config: degrees and partitioner.
@@ -103,7 +114,7 @@ def spread(
     transport = choose_transport(config, device, line_group(mesh, timeout))
     links = make_sender_links(mesh, list(places.owners.values()), config.shown_on(), device, timeout, transport)
     rolling = Rolling(mesh, device, timeout, guard, transport)
-    _attach_transformers(pipeline, transformers, fill, places, config, rolling, timeout)
+    _attach_transformers(pipeline, transformers, whole, fill, places, config, rolling, timeout)
     for name, component in pipeline.components.items():
         if not isinstance(component, nn.Module) or name in transformers:
             continue
@@ -125,6 +136,7 @@ def spread(
 def _attach_transformers(
     pipeline: Any,
     transformers: Mapping[str, nn.Module],
+    whole: Mapping[str, nn.Module],
     fill: Mapping[str, FillStage],
     places: Places,
     config: ParallelConfig,
@@ -142,15 +154,19 @@ def _attach_transformers(
         shard_mesh, sharing = make_shard_mesh(mesh.layout, config.hsdp_shard_size, device, timeout)
         replicas = sorted({mesh.layout.coordinates(rank)["cfg"] for rank in sharing})
         rolling.lockstep = Lockstep(replicas, mesh.replica)
+    beside = held_beside(pipeline, transformers, places, config)
+    others = others_of_each(whole, config)
     for name, model in transformers.items():
         if getattr(pipeline, name) is not model:
             raise SplitError(f"{type(pipeline).__name__} did not take over its component {name!r}; it cannot be split.")
-        beside = held_beside(pipeline, name, transformers, places, config)
         own_fill = _with_shared(fill[name], _shared_with_others(pipeline, name, model))
         sharded = (
             ShardedBlocks(shard_mesh, getattr(model, "_hsdp_shard_conditions", None) or ()) if shard_mesh else None
         )
-        attach(model, TransformerExecutor(name, model, config, rolling, own_fill, beside, sharded))
+        executor = TransformerExecutor(
+            name, model, whole[name], config, rolling, own_fill, beside, others[name], sharded
+        )
+        attach(model, executor)
         if config.tensor_parallel_size > 1:
             rolling.between_calls.append(partial(refuse_additions, model, frozenset(model.state_dict())))
 

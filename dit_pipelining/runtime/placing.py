@@ -120,7 +120,8 @@ def _owners(
         for name in owners.keys() - whole.keys()
         for rank in components[name].holders(owners[name], config.line_size)
     ]
-    placed = owners_by_weight(models.values(), config.blocks, target, sizes)
+    layout, shards = layout_of(config), config.hsdp_shard_size or 1
+    placed = owners_by_weight(models.values(), config.blocks, target, sizes, layout, shards)
     return owners | {name: owner if placed[name] == owner % stages else placed[name] for name, owner in whole.items()}
 
 

@@ -12,7 +12,8 @@ from dit_pipelining.config import ParallelConfig
 from dit_pipelining.config_names import sources_named
 from dit_pipelining.costs.machine import machine_of
 from dit_pipelining.costs.plan import plan_cut
-from dit_pipelining.runtime.beside import held_beside
+from dit_pipelining.costs.together import Others
+from dit_pipelining.runtime.beside import held_beside, others_of_each
 from dit_pipelining.runtime.checks import check_cuts
 from dit_pipelining.runtime.owned import text_parts
 from dit_pipelining.runtime.placing import choose_places
@@ -41,13 +42,15 @@ def check_whole(pipeline: Any, config: ParallelConfig) -> None:
     components = pipeline.components
     sizes = components_in_memory(components)
     places = choose_places(config, sizes, models, components.__getitem__, text_parts(components))
+    beside, others = held_beside(pipeline, models, places, config), others_of_each(models, config)
     for name, model in models.items():
         counts = config.counts_for(name)
         given = (counts, counts_from_environment(), config.profile, config.ranks)
         if callable(config.partitioner) or any(value is not None for value in given):
             handles: list[Any] = []
-            beside = held_beside(pipeline, name, models, places, config)
-            hook = partial(_check_cut, config=config, counts=counts, beside=beside, handles=handles)
+            hook = partial(
+                _check_cut, config=config, counts=counts, beside=beside, others=others[name], handles=handles
+            )
             handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
 
 
@@ -59,10 +62,13 @@ def _check_cut(
     config: ParallelConfig,
     counts: str | Sequence[int] | None,
     beside: Sequence[Component],
+    others: Others,
     handles: Sequence[Any],
 ) -> None:
     graph = capture(model, bind(model.forward, args, kwargs), config.blocks, count_work=True)
     with sources_named(config.told):
-        plan_cut(graph, model, machine_of(config), config.partitioner, counts, beside)
+        plan_cut(
+            graph, model, machine_of(config), config.partitioner, counts, beside, others=others, blocks=config.blocks
+        )
     for handle in handles:
         handle.remove()

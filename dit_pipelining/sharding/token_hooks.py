@@ -6,7 +6,8 @@ runs with that module.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -93,6 +94,18 @@ def _joined(tensor: torch.Tensor, dim: int, sizes: Any, groups: SequenceGroups) 
 _ACTIVE: ContextVar[Tokens | None] = ContextVar("tokens of the running forward", default=None)
 """For forwards that split by hand."""
 
+_WHOLE: ContextVar[bool] = ContextVar("the running forward is given all tokens", default=False)
+
+
+@contextmanager
+def whole_tokens() -> Iterator[None]:
+    """Inside it, forwards split no tokens: each is what it would be on one rank."""
+    outside = _WHOLE.set(True)
+    try:
+        yield
+    finally:
+        _WHOLE.reset(outside)
+
 
 class TokenHook(ModelHook):
     """Splits inputs and outputs of one module, and joins outputs."""
@@ -117,6 +130,8 @@ class TokenHook(ModelHook):
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         forward = self.fn_ref.original_forward
+        if _WHOLE.get():
+            return forward(*args, **kwargs)
         if self.name:
             return self._after(forward(*self._before(args, kwargs), **kwargs))
         tokens = self.tokens
@@ -186,7 +201,7 @@ class AttentionHook(ModelHook):
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         forward = self.fn_ref.original_forward
-        if not self.splits_text and self._has_text(args, kwargs):
+        if _WHOLE.get() or (not self.splits_text and self._has_text(args, kwargs)):
             return forward(*args, **kwargs)  # every rank has the whole text
         with TokenAttention(self.tokens.groups, self.tokens.uneven) as attention:
             output = forward(*args, **kwargs)

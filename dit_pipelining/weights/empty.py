@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -34,6 +35,14 @@ def empty_model(cls: type, config: Mapping[str, Any], torch_dtype: torch.dtype |
         if parameter.dtype != wanted:
             parameter.data = parameter.data.to(wanted)
     return model.eval()
+
+
+def empty_copy(model: nn.Module) -> nn.Module:
+    """A copy of a model without its weights; its buffers are the model's own."""
+    known: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    for own in model.parameters():
+        known[id(own)] = nn.Parameter(torch.empty_like(own, device="meta"), requires_grad=own.requires_grad)
+    return deepcopy(model, known)
 
 
 def loaded_dtype(model: nn.Module, name: str, own: torch.dtype, torch_dtype: torch.dtype | None) -> torch.dtype:

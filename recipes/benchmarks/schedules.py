@@ -181,7 +181,7 @@ def run(job: Job) -> float:
         launch.join()
         mesh = Mesh(dist.get_rank(), stages, replicas)
         rolling = Rolling(mesh, torch.device("cpu"), timedelta(seconds=120), launch.guard)
-    attach(model, TransformerExecutor("transformer", model, config, rolling, lambda *_: None))
+    attach(model, TransformerExecutor("transformer", model, model, config, rolling, lambda *_: None))
     if schedule == "gpipe":
         batch = torch.cat([torch.full(TOKENS, float(seed)) for seed in range(requests)])
 

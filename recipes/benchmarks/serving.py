@@ -140,7 +140,7 @@ def run(stages: int, requests: int, seconds: float) -> dict[str, Any]:
     with Launch(config) as launch:
         launch.join()
         rolling = Rolling(Mesh(dist.get_rank(), stages, 1), torch.device("cpu"), timedelta(seconds=120), launch.guard)
-    attach(model, TransformerExecutor("transformer", model, config, rolling, lambda *_: None))
+    attach(model, TransformerExecutor("transformer", model, model, config, rolling, lambda *_: None))
     pipeline = SleepingPipeline(model)
     attach_pipeline(pipeline, rolling)
     found: dict[str, Any] = {}

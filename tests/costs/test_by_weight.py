@@ -1,6 +1,7 @@
 import pytest
 from torch import nn
 
+from dit_pipelining.comm.layout import Layout
 from dit_pipelining.costs.by_weight import owners_by_weight
 from dit_pipelining.costs.machine import machine
 from partitioners import Component, DoesNotFitError, RankSpec
@@ -31,3 +32,12 @@ def test_the_stages_of_a_second_transformer_take_room_too() -> None:
     assert owners_by_weight([model, Toy(4)], None, machine(2, ranks), [ENCODER])
     with pytest.raises(DoesNotFitError, match="text_encoder on rank"):
         owners_by_weight([model, Toy(4), Toy(4), Toy(4)], None, machine(2, ranks), [ENCODER])
+
+
+def test_weights_that_ranks_share_take_their_share_of_room() -> None:
+    model = Toy(4)
+    blocks = sum(own.nbytes for name, own in model.named_parameters() if name.startswith("blocks."))
+    ranks = [RankSpec(memory_bytes=size_of(model) - blocks // 2)]
+    with pytest.raises(DoesNotFitError):
+        owners_by_weight([model], None, machine(1, ranks), [])
+    assert owners_by_weight([model], None, machine(1, ranks), [], Layout(ulysses=2), 2) == {}

@@ -14,7 +14,6 @@ from dit_pipelining.costs.machine import Machine, Rank, machine
 from dit_pipelining.costs.measured import Measured, MeasuredProfile
 from dit_pipelining.costs.plan import plan_cut
 from dit_pipelining.costs.roofline import Roofline
-from dit_pipelining.costs.sharded import sharded_over
 from dit_pipelining.errors import ConfigError
 from partitioners import Component, DoesNotFitError, RankSpec
 
@@ -122,7 +121,7 @@ def test_sharded_weights_fit_where_whole_ones_do_not(wan: tuple[BlockGraph, WanT
     short = Machine((Rank(memory_bytes=needed - weights // 4),), Roofline(RTX_4090))
     with pytest.raises(DoesNotFitError):
         plan_cut(*wan, short, "balanced")
-    sharded = plan_cut(*wan, short, "balanced", costs=sharded_over(whole, 2)).costs
+    sharded = plan_cut(*wan, short, "balanced", shards=2).costs
     assert sum(block.parameter_bytes for block in sharded.blocks) == weights // 2
     # While a block runs, it and the next one are whole.
     assert sharded.blocks[0].activation_bytes == whole.blocks[0].activation_bytes + whole.blocks[0].parameter_bytes

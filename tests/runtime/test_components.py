@@ -397,7 +397,6 @@ def test_a_transformer_without_work_is_not_loaded(ranks: RankPool, tmp_path: Pat
 
 def test_what_a_rank_holds_beside_its_stage_are_its_own_components(folders: dict[str, Path]) -> None:
     pipeline = diffusers.DiffusionPipeline.from_pretrained(folders["wan"])
-    models = {"transformer": pipeline.transformer}
     sizes = {
         name: sum(parameter.numel() * 4 for parameter in getattr(pipeline, name).parameters())
         for name in ("text_encoder", "vae")
@@ -405,7 +404,7 @@ def test_what_a_rank_holds_beside_its_stage_are_its_own_components(folders: dict
     config = ParallelConfig(pipeline_parallel_size=2, cfg_parallel_size=2)
 
     def held_by(owners: dict[str, int]) -> list[int]:
-        return [part.bytes for part in held_beside(pipeline, "transformer", models, Places(owners, {}, {}), config)]
+        return [part.bytes for part in held_beside(pipeline, ["transformer"], Places(owners, {}, {}), config)]
 
     assert held_by({"text_encoder": 0, "vae": 3}) == [sizes["text_encoder"], sizes["vae"]]
     assert held_by({"text_encoder": 0, "vae": 2}) == [max(sizes.values()), 0]
