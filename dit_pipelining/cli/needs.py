@@ -9,6 +9,7 @@ import torch
 from dit_pipelining.cli.capturing import Capture, once_each
 from dit_pipelining.cli.checks import BAD, GOOD, NOTE, Finding
 from dit_pipelining.cli.study import Question, study
+from dit_pipelining.config import ParallelConfig
 from dit_pipelining.costs.devices import DEVICES, GIB
 from dit_pipelining.costs.machine import machine
 from dit_pipelining.lowering.names import data_size
@@ -21,7 +22,7 @@ SPARE_STAGES = 4
 """How many more stages than an even share of all weights asks for are tried: blocks are not divisible."""
 
 
-def needs(question: Question, kind: str | None = None) -> Iterator[Finding]:
+def needs(question: Question, kind: str | None = None, capture: Capture | None = None) -> Iterator[Finding]:
     """What a model needs in all, and of each rank.
 
     Args:
@@ -29,13 +30,14 @@ def needs(question: Question, kind: str | None = None) -> Iterator[Finding]:
             what it runs on does not matter.
         kind: of the GPUs, as `costs.machine` describes them (`"rtx4090"`, `"24GB"`). Default: those of this machine, or
             each known kind where there are none.
+        capture: makes the captured transformers. Default: captures anew.
 
     Raises:
         SplitError: the model or the kind is not known, or the model cannot be spread by these degrees.
     """
     machine(question.degrees.pipeline, kind)  # what cannot be read is an error before anything is captured
-    capture = once_each()
-    whole = study(replace(question, degrees=ALONE, text_encoder_tp_size=1), capture)
+    capture = capture or once_each()
+    whole = study(replace(question, config=ParallelConfig()), capture)
     (memory,) = whole.memory
     parts = f"weights {data_size(memory.weights)}, activations {data_size(memory.activations)}"
     has_components = memory.encoders or memory.vae
@@ -50,7 +52,7 @@ def needs(question: Question, kind: str | None = None) -> Iterator[Finding]:
     alone = question.degrees == ALONE
     alike: dict[Finding, list[str]] = {}
     for each in kinds:
-        picture = _on_fewest(question, each, memory, capture) if alone else _as_asked(question, each, capture)
+        picture = _on_fewest(question, each, memory, capture) if alone else as_asked(question, each, capture)
         finding = _too_small(whole) if picture is None else _each_rank(picture, question.degrees)
         if kind is None and not here and finding.state == BAD:
             finding = replace(finding, state=NOTE)  # about kinds that nobody asked for
@@ -63,14 +65,13 @@ def needs(question: Question, kind: str | None = None) -> Iterator[Finding]:
 
 def _each_rank(picture: Picture, asked: Degrees) -> Finding:
     """What the ranks of each stage need."""
-    number, inside = picture.degrees.size, picture.degrees.inside
-    replicas = number // inside // picture.num_stages
-    ranks = "ranks" if inside > 1 else "rank"
+    number, copies = picture.degrees.size, picture.degrees.data
+    ranks = "ranks" if picture.degrees.inside > 1 else "rank"
     each = ", ".join(
-        f"{ranks} {picture.ranks_of(stage)} {data_size(own.total)} (activations {data_size(own.activations)})"
-        for stage, own in enumerate(picture.memory)
+        f"{ranks} {picture.ranks_of(place)} {data_size(own.total)} (activations {data_size(own.activations)})"
+        for place, own in enumerate(picture.memory)
     )
-    text = f"{number}: {each}" + (f", the same in all {replicas} replicas" if replicas > 1 else "")
+    text = f"{number}: {each}" + (f", the same in all {copies} copies" if copies > 1 else "")
     if short := max(picture.shortfalls):
         return Finding("", BAD, f"{text}; {data_size(short)} too little", _relief(picture))
     return Finding("", GOOD, text, f"pipeline_parallel_size={number}" if asked == ALONE and number > 1 else "")
@@ -80,13 +81,13 @@ def _too_small(whole: Picture) -> Finding:
     return Finding("", BAD, "too small, however many there are", _relief(whole))
 
 
-def _as_asked(question: Question, kind: str, capture: Capture) -> Picture:
-    """The cut over these ranks; if it does not fit, the one that lacks least."""
-    asked = replace(question, ranks=kind)
+def as_asked(question: Question, kind: str | None, capture: Capture) -> Picture:
+    """The cut over these ranks, of any memory where no kind is given; if it does not fit, the one that lacks least."""
+    config = replace(question.config, ranks=kind)
     try:
-        return study(asked, capture)
+        return study(replace(question, config=config), capture)
     except DoesNotFitError as error:
-        return study(replace(asked, partition=",".join(map(str, error.counts))), capture)
+        return study(replace(question, config=replace(config, partition=error.counts)), capture)
 
 
 def _on_fewest(question: Question, kind: str, whole: RankMemory, capture: Capture) -> Picture | None:
@@ -100,7 +101,9 @@ def _on_fewest(question: Question, kind: str, whole: RankMemory, capture: Captur
     least = math.ceil(whole.weights / usable)
     for number in range(least, math.ceil((whole.total - fixed) / room) + SPARE_STAGES):
         try:
-            picture = study(replace(question, degrees=Degrees(pipeline=number), ranks=kind), capture)
+            picture = study(
+                replace(question, config=replace(question.config, pipeline_parallel_size=number, ranks=kind)), capture
+            )
         except TooManyStagesError:
             return None
         except PartitionError:

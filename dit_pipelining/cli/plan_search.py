@@ -13,13 +13,11 @@ from dit_pipelining.cli.capturing import captured
 from dit_pipelining.costs.devices import DEFAULT_DEVICE, DeviceProfile, find_device
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.planning.beside import beside_model
-from dit_pipelining.planning.components import Components, components_of
+from dit_pipelining.planning.components import Components, components_of, with_tiles
 from dit_pipelining.planning.degrees import Divides
 from dit_pipelining.planning.guidance import step_calls
 from dit_pipelining.planning.models import SizeRequest, find_model, model_inputs
 from dit_pipelining.planning.search import Search, search
-from dit_pipelining.planning.tiles import latents_of, tells_tiles, tile_sizes
-from dit_pipelining.planning.vae_profile import build_vae
 from dit_pipelining.planning.work import ModelWork, model_work
 from dit_pipelining.sharding.sequence import shared_heads
 from dit_pipelining.sharding.sequence_plans import sequence_plan
@@ -77,12 +75,8 @@ def work_of(
     described, made = model_inputs(model, spec, replace(size, batch=calls.batch))
     beside, known = Components(), beside_model(model)
     if known is not None:
-        beside = components_of(known, made, getattr(torch, dtype).itemsize, device, None)
-        if known.vae is not None and known.decode is not None and tells_tiles(known.vae):
-            vae = build_vae(model, getattr(torch, dtype))
-            assert vae is not None
-            latents = latents_of(vae, known.vae, made)
-            beside = replace(beside, latents=math.prod(latents), tiles=tile_sizes(vae, latents))
+        kind = getattr(torch, dtype)
+        beside = with_tiles(components_of(known, made, kind.itemsize, device), known, model, made, kind)
     own = captured(spec, described, dtype)
     return replace(
         model_work(own.graph, own.model, device, divides_of(own.model, own.graph)),

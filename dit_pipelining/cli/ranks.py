@@ -2,12 +2,17 @@
 
 import argparse
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dit_pipelining.cli.arguments import positive
 from dit_pipelining.comm.layout import Layout
 from dit_pipelining.config import DIMENSIONS, ParallelConfig
-from dit_pipelining.planning.degrees import FLAGS, Degrees
+from dit_pipelining.config_sources import load_config
+from dit_pipelining.planning.degrees import FLAGS
+
+if TYPE_CHECKING:
+    from dit_pipelining.runtime.placing import Places
 
 WORDS = {
     "data": ("copy", "copies that share the requests"),
@@ -29,41 +34,50 @@ def add_degrees(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--use-hsdp", action="store_true", help="keep weights sharded between ranks of the same stage")
     group.add_argument("--hsdp-shard-size", type=positive, metavar="N", help="default: all that hold the same stage")
     group.add_argument(
+        "--vae-patch-parallel-size", type=positive, metavar="N", help="ranks that compute the VAE's tiles together"
+    )
+    group.add_argument(
         "--text-encoder-tp-size", type=positive, metavar="N", help="ranks over which text encoders are split"
     )
+    group.add_argument("--config", type=Path, metavar="FILE", help="fields of ParallelConfig as YAML; flags beat it")
+
+
+FIELDS = (*DIMENSIONS.values(), "use_hsdp", "hsdp_shard_size", "vae_patch_parallel_size", "text_encoder_tp_size")
+"""Of `ParallelConfig`, that have a flag here."""
 
 
 def given_degrees(args: argparse.Namespace) -> list[str]:
     """The flags of these that were given."""
-    fields = (*DIMENSIONS.values(), "use_hsdp", "hsdp_shard_size", "text_encoder_tp_size")
-    return [f"--{field.replace('_', '-')}" for field in fields if getattr(args, field)]
+    return [f"--{field.replace('_', '-')}" for field in (*FIELDS, "config") if getattr(args, field)]
 
 
-def degrees_asked_for(args: argparse.Namespace) -> Degrees:
-    """The degrees of the flags.
+def config_asked_for(args: argparse.Namespace, **more: Any) -> ParallelConfig:
+    """What the flags, the environment and the file of --config say about the ranks, as in the recipes.
+
+    Args:
+        args: with the flags.
+        more: other fields; None: not given.
 
     Raises:
         ConfigError: a run could not have them together.
     """
-    fields: dict[str, Any] = {
-        field: getattr(args, field) or 1 for field in (*DIMENSIONS.values(), "text_encoder_tp_size")
-    }
-    config = ParallelConfig(use_hsdp=args.use_hsdp, hsdp_shard_size=args.hsdp_shard_size, **fields)
-    sizes = {dimension: getattr(config, field) for dimension, field in DIMENSIONS.items()}
-    return Degrees(**sizes, shards=config.hsdp_shard_size or 1)
+    given: dict[str, Any] = {field: getattr(args, field) or None for field in FIELDS}
+    return load_config(args.config, **given, **more)
 
 
-def parts(layout: Layout, text_encoder_parts: int = 1) -> Iterator[tuple[int, str]]:
-    """Each rank, and its place along the dimensions that there are and among the parts of text encoders, counted from 0.
+def parts(layout: Layout, places: "Places") -> Iterator[tuple[int, str]]:
+    """Each rank: its place along the dimensions that there are, and what it has of components that are not on every rank.
 
-    Text encoders are where they are by default.
+    Places and parts are counted from 0.
     """
-    from dit_pipelining.sharding.teams import team_of
+    from dit_pipelining.comm.mesh import Mesh
 
     for rank in range(layout.size):
-        places = layout.coordinates(rank)
-        own = [f"{WORDS[name][0]} {place}" for name, place in places.items() if getattr(layout, name) > 1]
-        team = team_of(layout, rank, 0, text_encoder_parts, towards=1).compute
-        if text_encoder_parts > 1 and rank in team:
-            own.append(f"text encoders, part {team.index(rank)}")
+        coordinates = layout.coordinates(rank)
+        own = [f"{WORDS[name][0]} {place}" for name, place in coordinates.items() if getattr(layout, name) > 1]
+        mesh = Mesh.of(layout, rank % (layout.size // layout.data))  # the same in each copy
+        for name in places.owners:
+            if places.has_weights(name, mesh):
+                part = places.teams[name].compute.index(mesh.world_rank) if name in places.texts else None
+                own.append(name if part is None else f"{name} part {part}")
         yield rank, ", ".join(own)

@@ -16,7 +16,7 @@ from dit_pipelining.cli.arguments import (
     positive,
     written,
 )
-from dit_pipelining.cli.ranks import add_degrees, degrees_asked_for, given_degrees
+from dit_pipelining.cli.ranks import add_degrees, config_asked_for, given_degrees
 from dit_pipelining.config import SCHEDULES, TOPOLOGIES
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.planning.degrees import GOALS
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--runners-up", type=positive, default=4, metavar="K", help="ways beside the best; default: 4"
     )
     cut = parser.add_argument_group("where to cut")
-    cut.add_argument("--partitioner", choices=sorted(PARTITIONERS), default="balanced", help="default: balanced")
+    cut.add_argument("--partitioner", choices=sorted(PARTITIONERS), help="default: balanced")
     cut.add_argument(
         "--partition", metavar="COUNTS", help=f"blocks per stage, such as 8,12,12,8; beats {ENVIRONMENT_VARIABLE}"
     )
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument(
         "--ranks", metavar="LIST", help="a device for each stage instead, such as rtx4090,rtx3090:16GB"
     )
-    machine.add_argument("--link", choices=TOPOLOGIES, default="auto", help="between the ranks; default: the device's")
+    machine.add_argument("--link", choices=TOPOLOGIES, help="between the ranks; default: the device's")
     machine.add_argument(
         "--profile", type=Path, metavar="FILE", help="seconds measured by dit-pipelining profile, not from data sheets"
     )
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=sorted(GUIDANCE_MODES),
         help="guidance: none, a call for each branch, or both in a batch; default: as the model's pipeline does it",
     )
-    load.add_argument("--schedule", choices=(*SCHEDULES, "sequential"), default="rolling", help="default: rolling")
+    load.add_argument("--schedule", choices=(*SCHEDULES, "sequential"), help="default: rolling")
     output = parser.add_argument_group("output beside the tables")
     output.add_argument(
         "--json",
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--gpus belongs to --search; without it, --stages, --cfg-parallel-size, ... say how many ranks there are."
         )
-    if args.pipeline_parallel_size is None:
+    if args.pipeline_parallel_size is None and args.config is None:
         raise ConfigError("--stages is missing; say how many pipeline stages to cut the model into.")
     _show(args, console)
     return 0
@@ -125,7 +125,9 @@ def _search(args: argparse.Namespace, console: Any) -> None:
     if args.gpus > MOST_GPUS:
         raise ConfigError(f"--gpus {args.gpus}: {MOST_GPUS} at most are searched, which takes minutes already.")
     chosen = {
+        "--partitioner": args.partitioner,
         "--partition": args.partition,
+        "--schedule": args.schedule,
         "--compare": args.compare,
         "--ranks": args.ranks,
         "--profile": args.profile,
@@ -145,7 +147,7 @@ def _search(args: argparse.Namespace, console: Any) -> None:
         args.model,
         args.gpus,
         device=args.device,
-        topology=args.link,
+        topology=args.link or "auto",
         goal=args.goal,
         size=asked_size(args),
         dtype=args.dtype,
@@ -164,24 +166,28 @@ def _search(args: argparse.Namespace, console: Any) -> None:
 def _show(args: argparse.Namespace, console: Any) -> None:
     from dit_pipelining.cli.study import Question, study
 
+    if args.device is not None and args.ranks is not None:
+        raise ConfigError("--device and --ranks both say what the ranks are; give one of them.")
+    config = config_asked_for(
+        args,
+        partitioner=args.partitioner,
+        partition=args.partition,
+        ranks=args.device if args.ranks is None else args.ranks,
+        topology=args.link,
+        profile=args.profile,
+        schedule=args.schedule if args.schedule in SCHEDULES else None,
+    )
     picture = study(
         Question(
             model=args.model,
-            degrees=degrees_asked_for(args),
-            partitioner=args.partitioner,
-            partition=args.partition,
+            config=config,
             size=asked_size(args),
             inputs=args.inputs,
             dtype=args.dtype,
-            device=args.device,
-            ranks=args.ranks,
-            topology=args.link,
-            profile=args.profile,
             requests=args.requests,
             steps=args.steps,
             guidance=args.cfg,
-            schedule=args.schedule,
-            text_encoder_tp_size=args.text_encoder_tp_size or 1,
+            schedule=args.schedule or config.schedule,
             compare=args.compare,
         )
     )

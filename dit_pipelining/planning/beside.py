@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ from dit_pipelining.capture.counting import WorkCounter
 from dit_pipelining.errors import ConfigError, SplitError
 from dit_pipelining.planning.models import ModelSpec, default_size, plain_config, read_json, vae_factors
 from dit_pipelining.planning.presets import Preset, preset
-from dit_pipelining.planning.text_encoders import SHAPES, Encoder, shape_of
+from dit_pipelining.planning.text_encoders import SHAPES, Encoder
 from dit_pipelining.planning.tiles import latents_of
 from dit_pipelining.planning.weightless import build_weightless, class_defaults
+from dit_pipelining.sharding.text_plans import is_text_encoder
+from dit_pipelining.sharding.tile_ranks import can_spread
 from dit_pipelining.weights.components import component_class
 from dit_pipelining.weights.pipelines import diffusers_class
 from dit_pipelining.weights.placement import kind_of
@@ -42,15 +44,28 @@ class Decode:
 
 
 @dataclass(frozen=True)
+class Decoder:
+    """A VAE, or what else makes pixels or sound of latents.
+
+    Attributes:
+        parameters: that are loaded in the dtype that was asked for.
+        tiles: its tiles can be spread over ranks.
+    """
+
+    parameters: int
+    tiles: bool
+
+
+@dataclass(frozen=True)
 class Beside:
     """The components beside a pipeline's transformers.
 
     Attributes:
         name: of the model.
         encoders: of text and images.
+        decoders: by name of the component.
         vae: its `class`, `config`, `latent_channels`, and pixels (`spatial`) and frames (`temporal`) per latent; None: there
             is none.
-        vae_parameters: of it and of all else that makes pixels or sound of latents.
         decode: None: not known.
         tokens: of the prompts of one request.
         missing: names of components that are not in the folder.
@@ -58,8 +73,8 @@ class Beside:
 
     name: str
     encoders: tuple[Encoder, ...] = ()
+    decoders: Mapping[str, Decoder] = field(default_factory=dict)
     vae: Mapping[str, Any] | None = None
-    vae_parameters: int = 0
     decode: Decode | None = None
     tokens: int = 0
     missing: tuple[str, ...] = ()
@@ -80,10 +95,14 @@ def beside_model(model: ModelSpec) -> Beside | None:
 
 def beside_preset(known: Preset) -> Beside:
     """What a preset says."""
-    encoders = (Encoder(own["model"], own["parameters"], shape=SHAPES.get(own["model"])) for own in known.text_encoders)
-    return Beside(
-        known.name, tuple(encoders), known.vae, known.vae["parameters"], _published_decode(known), _tokens(known)
-    )
+    texts, encoders = 0, []
+    for own in known.text_encoders:
+        is_text = own["model"] in SHAPES
+        texts += is_text
+        name = ("text_encoder" if texts == 1 else f"text_encoder_{texts}") if is_text else "image_encoder"
+        encoders.append(Encoder(name, own["parameters"], is_text=is_text, known_as=own["model"]))
+    vae = Decoder(known.vae["parameters"], can_spread(diffusers_class(known.vae["class"])))
+    return Beside(known.name, tuple(encoders), {"vae": vae}, known.vae, _published_decode(known), _tokens(known))
 
 
 @cache
@@ -92,7 +111,7 @@ def _in_folder(folder: Path, nearest: str | None) -> Beside:
     known = preset(nearest) if nearest else None
     encoders: list[Encoder] = []
     missing: list[str] = []
-    parameters = 0
+    decoders = {}
     for name, entry in read_json(folder / "model_index.json").items():
         cls = component_class(*entry) if isinstance(entry, list) and len(entry) == 2 else None
         kind = kind_of(cls) if cls is not None else None
@@ -103,16 +122,20 @@ def _in_folder(folder: Path, nearest: str | None) -> Beside:
         elif kind == "encoder":
             encoders.append(_encoder(cls, folder / name))
         else:
-            parameters += _count(_built(cls, folder / name))
+            decoders[name] = Decoder(_count(_built(cls, folder / name)), can_spread(cls))
     vae, decode = (None, None) if not (folder / "vae" / "config.json").is_file() else _vae(folder / "vae", known)
-    return Beside(str(folder), tuple(encoders), vae, parameters, decode, _tokens(known) if known else 0, tuple(missing))
+    tokens = _tokens(known) if known else 0
+    return Beside(str(folder), tuple(encoders), decoders, vae, decode, tokens, tuple(missing))
 
 
 def _encoder(cls: type, folder: Path) -> Encoder:
+    build = partial(_built, cls, folder)
+    parameters, stored = 0, 0
     if read_json(folder / "config.json").get("quantization_config"):
-        return Encoder(folder.name, 0, sum(file.stat().st_size for file in folder.glob("*.safetensors")))
-    model = _built(cls, folder)
-    return Encoder(folder.name, _count(model), shape=shape_of(model))
+        stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    else:
+        parameters = _count(build())
+    return Encoder(folder.name, parameters, stored, is_text_encoder(cls), build=build)
 
 
 def _vae(folder: Path, known: Preset | None) -> tuple[Mapping[str, Any], Decode | None]:
@@ -149,18 +172,17 @@ def _tokens(known: Preset) -> int:
     return int(known.text.get("seq_len", 0)) * int(prompts)
 
 
-def _built(cls: Any, folder: Path) -> nn.Module:
+def _built(cls: Any, folder: Path) -> Any:
     """A component without weights."""
     if not issubclass(cls, transformers.PreTrainedModel):
         config = read_json(folder / "config.json")
         return build_weightless(cls, {key: value for key, value in config.items() if not key.startswith("_")})
     try:
-        model: nn.Module = empty_text_encoder(cls, folder)
+        return empty_text_encoder(cls, folder)
     except SplitError:
         raise
     except Exception as error:
         raise ConfigError(f"the {cls.__name__} in {folder} cannot be built from its config: {error}") from error
-    return model
 
 
 def _count(model: nn.Module) -> int:

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from dit_pipelining.comm.layout import Layout
-from dit_pipelining.config import DIMENSIONS
+from dit_pipelining.config import DIMENSIONS, ParallelConfig
 from partitioners.errors import counted
 
 GOALS = ("latency", "throughput", "memory")
@@ -24,6 +25,19 @@ class Degrees(Layout):
     shards: int = 1
     tiles: int = 1
     uneven: bool = False
+
+    @classmethod
+    def of(cls, config: ParallelConfig) -> "Degrees":
+        """Those of a configuration."""
+        sizes = {dimension: getattr(config, field) for dimension, field in DIMENSIONS.items()}
+        return cls(**sizes, shards=config.hsdp_shard_size or 1, tiles=config.vae_patch_parallel_size)
+
+    def config(self) -> ParallelConfig:
+        """A configuration that has them."""
+        fields: dict[str, Any] = {field: getattr(self, dimension) for dimension, field in DIMENSIONS.items()}
+        if self.shards > 1:
+            fields |= {"use_hsdp": True, "hsdp_shard_size": self.shards}
+        return ParallelConfig(**fields, vae_patch_parallel_size=self.tiles)
 
     def flags(self) -> str:
         """As flags of the recipes; a dimension of one rank is left out."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dit_pipelining.capture.nodes import value_bytes
 from dit_pipelining.costs.devices import DeviceProfile, Link
 from dit_pipelining.lowering.split import SplitModel
-from dit_pipelining.planning.components import Components
+from dit_pipelining.planning.components import NOTHING, Placed
 from dit_pipelining.planning.degrees import ALONE, Degrees
 from dit_pipelining.planning.simulation import simulate
 from dit_pipelining.planning.timeline import Load, Timeline, Workload
@@ -17,7 +17,7 @@ def forecast(
     devices: Sequence[DeviceProfile],
     topology: str,
     load: Load,
-    beside: Components,
+    beside: Placed = NOTHING,
     degrees: Degrees = ALONE,
 ) -> Timeline:
     """Predict a run.
@@ -27,7 +27,7 @@ def forecast(
         devices: of the ranks of its stages.
         topology: of the links between them.
         load: what is to be run.
-        beside: the components, on the ranks that the cut gives them.
+        beside: the components, on the ranks of a line.
         degrees: how ranks share the stages; those that share the tokens of a call pass their parts on.
     """
     cut = split.cut
@@ -43,11 +43,8 @@ def forecast(
             ),
             boundary_tensors=tuple(len(crossing) for crossing in split.boundaries),
             result_seconds=result_seconds(links[-1], results, split.num_stages * load.replicas),
-            encode_seconds=beside.encode_seconds,
-            encode_rank=cut.owners.get("text_encoder", 0),
-            encode_parts=math.ceil(beside.encoder_parts / degrees.inside),
-            decode_seconds=beside.decode_seconds,
-            decode_rank=cut.owners.get("vae", split.num_stages - 1),
+            encodes=beside.encodes,
+            decodes=beside.decodes,
             **vars(load),
         )
     )

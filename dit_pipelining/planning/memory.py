@@ -9,7 +9,7 @@ from dit_pipelining.comm.peer_channels import SLOTS
 from dit_pipelining.costs.inside import held_bytes
 from dit_pipelining.lowering.split import SplitModel
 from dit_pipelining.lowering.stage import StageModule
-from dit_pipelining.planning.components import Components
+from dit_pipelining.planning.components import NOTHING, HeldBeside, Placed
 from dit_pipelining.planning.degrees import ALONE, Degrees
 from dit_pipelining.planning.timeline import Workload
 
@@ -49,20 +49,21 @@ MEMORY_KINDS = tuple(field.name for field in fields(RankMemory))
 def rank_memory(
     splits: Sequence[tuple[SplitModel, int]],
     workload: Workload,
-    beside: Components,
+    beside: Placed = NOTHING,
     degrees: Degrees = ALONE,
 ) -> tuple[RankMemory, ...]:
-    """Memory of the ranks of each stage of a replica: where they differ, of the fullest.
+    """Memory of each rank of a line; of the ranks that share its stage, where they differ, the fullest.
 
     Args:
         splits: the transformers that differ, each with the number of those that are like it. They run one after the other,
             so that they share activations and buffers. Their cuts are planned for what a rank computes and holds.
-        workload: the schedule, and who encodes and decodes.
-        beside: the components, on the ranks that the first cut gives them.
+        workload: the schedule.
+        beside: the components, on the ranks of a line.
         degrees: how ranks share the stages.
     """
     held = [_weights(split, degrees) for split, _ in splits]
-    return tuple(_rank(rank, splits, held, workload, beside, degrees) for rank in range(workload.num_stages))
+    ranks = range(workload.num_ranks)
+    return tuple(_rank(rank, splits, held, workload, beside.held_by(rank), degrees) for rank in ranks)
 
 
 def _rank(
@@ -70,25 +71,20 @@ def _rank(
     splits: Sequence[tuple[SplitModel, int]],
     weights: Sequence[Sequence[tuple[int, int]]],
     workload: Workload,
-    beside: Components,
+    beside: HeldBeside,
     degrees: Degrees,
 ) -> RankMemory:
-    decodes = workload.decode_rank is None or rank == workload.decode_rank % workload.num_ranks
-    held, copied, activations, buffers, kept = 0, 0, beside.decode_bytes if decodes else 0, 0, 0
+    stage = rank % workload.num_stages
+    held, copied, activations, buffers, kept = 0, 0, beside.decode, 0, 0
     for (split, number), stages in zip(splits, weights, strict=True):
-        own, copies = stages[rank]
+        own, copies = stages[stage]
         held += own * number
         copied += copies * number
-        activations = max(activations, _activations(split, rank))
-        buffers = max(buffers, _buffers(split, rank, workload, degrees.sequence))
-        kept += _kept(split, rank, workload) * number
-    encoders = (
-        beside.encoder_bytes
-        if workload.encode_rank is None
-        else beside.encoder_bytes_at((rank - workload.encode_rank) % workload.num_ranks * degrees.inside)
-    )
+        activations = max(activations, _activations(split, stage))
+        buffers = max(buffers, _buffers(split, stage, workload, degrees.sequence))
+        kept += _kept(split, stage, workload) * number
     requests = kept + max(_given(split, workload) for split, _ in splits)
-    return RankMemory(held, copied, activations, buffers, requests, encoders, beside.vae_bytes if decodes else 0)
+    return RankMemory(held, copied, activations, buffers, requests, beside.encoders, beside.vae)
 
 
 def _weights(split: SplitModel, degrees: Degrees) -> list[tuple[int, int]]:
@@ -109,23 +105,23 @@ def _tensors(stage: StageModule) -> dict[int, str]:
     return {id(tensor): name for name, tensor in (*stage.named_parameters(), *stage.named_buffers())}
 
 
-def _activations(split: SplitModel, rank: int) -> int:
+def _activations(split: SplitModel, stage: int) -> int:
     assert split.cut is not None
-    work = split.partition.stage_work(split.cut.costs)[rank]
+    work = split.partition.stage_work(split.cut.costs)[stage]
     return max((cost.activation_bytes for cost in work), default=0)
 
 
-def _buffers(split: SplitModel, rank: int, workload: Workload, parts: int) -> int:
+def _buffers(split: SplitModel, stage: int, workload: Workload, parts: int) -> int:
     """Of a rank that has one of so many parts of what crosses between stages."""
     crossing = [math.ceil(sum(value.bytes for value in values) / parts) for values in split.boundaries]
-    received = crossing[rank - 1] if rank else 0
+    received = crossing[stage - 1] if stage else 0
     results = sum(value_bytes(node) for node in split.graph.output_nodes)
-    is_last = rank == split.num_stages - 1
+    is_last = stage == split.num_stages - 1
     if workload.schedule == "gpipe":  # torch's PipelineStage has buffers for every microbatch
-        return workload.requests * (received + (results if is_last else crossing[rank]))
+        return workload.requests * (received + (results if is_last else crossing[stage]))
     if workload.num_ranks == 1:
         return 0
-    return SLOTS * (max(crossing, default=0) + results + (0 if is_last else crossing[rank])) + received
+    return SLOTS * (max(crossing, default=0) + results + (0 if is_last else crossing[stage])) + received
 
 
 def _calls(workload: Workload) -> int:
@@ -141,7 +137,7 @@ def _given(split: SplitModel, workload: Workload) -> int:
     return _calls(workload) * (inputs + 2 * results)
 
 
-def _kept(split: SplitModel, rank: int, workload: Workload) -> int:
+def _kept(split: SplitModel, stage: int, workload: Workload) -> int:
     """Of one transformer; of values made of no input there is one for all calls."""
-    for_each, for_all = split.stages[rank].kept_bytes(split.graph)
+    for_each, for_all = split.stages[stage].kept_bytes(split.graph)
     return math.ceil(_calls(workload) / workload.replicas) * for_each + for_all

@@ -1,10 +1,10 @@
 """Search for the best way to spread a model over a number of equal GPUs.
 
 What ranks share inside a stage is told in [Note: what a way costs] of `costs/inside.py`. The pipeline is cut by `balanced` for
-these costs, and a run is simulated as `show` simulates it. The text encoders work as on one rank. Tiles of the VAE go to
-ranks as at a run, and take the share of the seconds of a decode without tiles that their latents have; tiles overlap, so two
-ranks need not be faster than one without tiles. Components lie on the first and the last stage; the VAE on every rank that
-computes tiles of it, whose activations are then those of the largest tile.
+these costs, and a run is simulated as `show` simulates it. Text encoders stay whole. Tiles of the VAE go to ranks as at a run,
+and take the share of the seconds of a decode without tiles that their latents have; tiles overlap, so two ranks need not be
+faster than one without tiles. Components lie where a run puts them; the VAE on every rank that computes tiles of it, whose
+activations are then those of the largest tile.
 """
 
 import math
@@ -20,7 +20,6 @@ from dit_pipelining.planning.forecast import result_seconds, transfer_seconds
 from dit_pipelining.planning.simulation import simulate
 from dit_pipelining.planning.timeline import Workload
 from dit_pipelining.planning.work import ModelWork
-from dit_pipelining.sharding.teams import team_of
 from partitioners import BlockCost, DoesNotFitError, ModelCosts, RankSpec, balanced
 
 
@@ -122,21 +121,17 @@ def sharded_costs(work: ModelWork, degrees: Degrees, link: Link) -> ModelCosts:
 
 def _way(work: ModelWork, degrees: Degrees, device: DeviceProfile, link: Link) -> Way:
     costs = sharded_costs(work, degrees, link)
-    beside, stages = work.beside, degrees.pipeline
-    decode_seconds, decode_bytes = beside.decode(degrees.tiles)
-    fixed = [0] * stages
-    fixed[0] += beside.encoder_bytes
-    for stage in _stages_with_tiles(degrees):
-        fixed[stage] += beside.vae_bytes + decode_bytes
+    config, stages = degrees.config(), degrees.pipeline
+    beside = work.beside.placed(config)
     buffers = buffer_bytes(costs, stages)
     ranks = [
         RankSpec(
             memory_bytes=device.usable_bytes,
-            fixed_bytes=own + buffers,
+            fixed_bytes=own.bytes + buffers,
             link_bytes_per_second=link.usable_bytes_per_second,
             link_latency_seconds=link.latency_seconds,
         )
-        for own in fixed
+        for own in beside.for_partitioner(config, work.steps * work.calls)
     ]
     partition = balanced(costs, ranks)
     line = stages * degrees.cfg
@@ -148,10 +143,8 @@ def _way(work: ModelWork, degrees: Degrees, device: DeviceProfile, link: Link) -
         steps=work.steps,
         calls_per_step=work.calls * work.batch // samples,
         replicas=degrees.cfg,
-        encode_seconds=beside.encode_seconds,
-        encode_rank=0,
-        decode_seconds=decode_seconds,
-        decode_rank=stages - 1,
+        encodes=beside.encodes,
+        decodes=beside.decodes,
     )
     alone = simulate(load)
     filled = simulate(replace(load, requests=2 * line))
@@ -174,14 +167,6 @@ def _tile_choices(work: ModelWork, degrees: Degrees) -> list[Degrees]:
     ranks = range(1, degrees.size // degrees.data + 1)
     best = min(ranks, key=lambda number: work.beside.decode(number)[0])
     return [degrees] if best == 1 else [degrees, replace(degrees, tiles=best)]
-
-
-def _stages_with_tiles(degrees: Degrees) -> set[int]:
-    """The stages of ranks that hold the VAE: the last one, and those that help with its tiles."""
-    if degrees.tiles == 1:
-        return {degrees.pipeline - 1}
-    team = team_of(degrees, 0, degrees.cfg * degrees.pipeline - 1, degrees.tiles, towards=-1)
-    return {degrees.coordinates(rank)["pipeline"] for rank in team.compute}
 
 
 def _sums(work: ModelWork, degrees: Degrees, link: Link) -> tuple[float, dict[str, float]]:

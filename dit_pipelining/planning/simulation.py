@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dit_pipelining.comm.sends import SENDS_IN_FLIGHT
-from dit_pipelining.planning.timeline import Span, Timeline, Transfer, Workload
+from dit_pipelining.planning.timeline import ComponentCall, Span, Timeline, Transfer, Workload
 
 
 def simulate(workload: Workload) -> Timeline:
@@ -117,26 +117,28 @@ class _Machine:
         """What the pipeline does before step `step`: it encodes before the first, and decodes after the last."""
         load = self.load
         if step == 0:
-            self._component("encode", load.encode_seconds, load.encode_rank, request, load.encode_parts)
+            for call in load.encodes:
+                self._component("encode", call, request)
             return
         self.host = [time + load.host_seconds for time in self.host]
         if step == load.steps:
-            self._component("decode", load.decode_seconds, load.decode_rank, request)
+            for call in load.decodes:
+                self._component("decode", call, request)
 
-    def _component(self, kind: str, seconds: float, owner: int | None, request: int, parts: int = 1) -> None:
-        if not seconds:
+    def _component(self, kind: str, call: ComponentCall, request: int) -> None:
+        if not call.seconds:
             return
         ranks = self.load.num_ranks
-        owners = range(ranks) if owner is None else [(owner + part) % ranks for part in range(parts)]
+        together = range(ranks) if call.ranks is None else [rank % ranks for rank in call.ranks]
         ready = [max(self.host[rank], self.free[rank]) for rank in range(ranks)]
-        for rank in owners:
-            start = ready[rank] if owner is None else max(ready[own] for own in owners)
-            self.spans.append(Span(rank, start, start + seconds, kind, request))
-            self.free[rank] = start + seconds
-        if owner is None:
+        for rank in together:
+            start = ready[rank] if call.ranks is None else max(ready[own] for own in together)
+            self.spans.append(Span(rank, start, start + call.seconds, kind, request))
+            self.free[rank] = start + call.seconds
+        if call.ranks is None:
             self.wait(self.free)
         else:  # the others wait for what it made
-            self.wait([self.free[owners[0]]] * ranks)
+            self.wait([self.free[together[0]]] * ranks)
 
     # ---- calls of the transformer -------------------------------------------------------------------------------------
 

@@ -1,14 +1,14 @@
 """What splitting text encoders over ranks asks of them: heads, layers, widths."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import transformers
 
 from dit_pipelining.costs.collectives import tensor_seconds
 from dit_pipelining.costs.devices import Link
-from dit_pipelining.errors import ConfigError
-from dit_pipelining.sharding.text_plans import is_text_encoder, text_plan
+from dit_pipelining.sharding.text_encoder import check_heads, check_text_encoder
+from dit_pipelining.sharding.text_plans import TextPlan
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,49 @@ class Encoder:
     """A text or image encoder.
 
     Attributes:
-        name: of the model, or of the component.
+        name: of the component.
         parameters: that are loaded in the dtype that was asked for.
         stored_bytes: of weights that stay as they are stored, quantised.
-        shape: None: it stays whole.
+        is_text: it takes tokens.
+        known_as: the name of the model in `SHAPES`, where the encoder is a preset's.
+        build: makes it without weights, where its configuration is there.
     """
 
     name: str
     parameters: int
     stored_bytes: int = 0
-    shape: EncoderShape | None = None
+    is_text: bool = False
+    known_as: str = ""
+    build: Callable[[], transformers.PreTrainedModel] | None = None
+
+    def plan(self, parts: int) -> TextPlan:
+        """How it is cut over so many ranks.
+
+        Raises:
+            ConfigError: it cannot be, as a run says.
+        """
+        if self.build is not None:
+            return check_text_encoder(self.name, self.build(), parts)
+        plan = TextPlan({}, (), {"its attention": SHAPES[self.known_as].heads}, self.parameters)
+        check_heads(self.name, plan, self.known_as, parts)
+        return plan
+
+    def sums_seconds(self, parts: int, tokens: int, itemsize: int, link: Link) -> float:
+        """Seconds of the sums over ranks in one call, two in each layer.
+
+        Args:
+            parts: number of ranks.
+            tokens: that go in.
+            itemsize: bytes of an element of the hidden states.
+            link: between the ranks.
+        """
+        if self.build is not None:
+            config = self.build().config.get_text_config()
+            layers, width = config.num_hidden_layers, config.hidden_size
+        else:
+            shape = SHAPES[self.known_as]
+            layers, width = shape.layers, shape.width
+        return layers * tensor_seconds(tokens * width * itemsize, parts, link)
 
 
 SHAPES: Mapping[str, EncoderShape] = {
@@ -62,54 +95,3 @@ SHAPES: Mapping[str, EncoderShape] = {
     "Qwen3-4B": EncoderShape(36, 2560, 8),
 }
 """By the name of the model in a preset; from the models' configurations. Encoders of images are not here: they stay whole."""
-
-
-def shape_of(model: transformers.PreTrainedModel) -> EncoderShape | None:
-    """What splitting an encoder asks of it, with weights or without; None where it cannot be split."""
-    if not is_text_encoder(type(model)):
-        return None
-    try:
-        plan = text_plan(model, "text_encoder_tp_size")
-    except ConfigError:
-        return None
-    config = model.config.get_text_config()
-    return EncoderShape(config.num_hidden_layers, config.hidden_size, plan.sizes()[-1])
-
-
-def split_encoders(name: str, encoders: Sequence[Encoder], parts: int) -> list[Encoder]:
-    """The encoders of a model that `text_encoder_tp_size` splits.
-
-    Args:
-        name: of the model, for messages.
-        encoders: all of them.
-        parts: number of ranks.
-
-    Raises:
-        ConfigError: there are none, or one cannot be split over so many ranks; says which sizes work.
-    """
-    split = [encoder for encoder in encoders if encoder.shape is not None]
-    if not split:
-        raise ConfigError(f"text_encoder_tp_size={parts}: {name} has no text encoder that can be split.")
-    for encoder in split:
-        heads = encoder.shape.heads if encoder.shape is not None else 1
-        if heads % parts:
-            sizes = [size for size in range(1, heads + 1) if heads % size == 0]
-            raise ConfigError(
-                f"text_encoder_tp_size={parts} does not divide the heads of {name}'s text encoder {encoder.name}. "
-                f"Sizes that work: {', '.join(map(str, sizes))}."
-            )
-    return split
-
-
-def sums_seconds(encoders: Sequence[Encoder], parts: int, tokens: int, itemsize: int, link: Link) -> float:
-    """Seconds of the sums over ranks in one call of each encoder, two in each layer.
-
-    Args:
-        encoders: those that are split.
-        parts: number of ranks.
-        tokens: that go in.
-        itemsize: bytes of an element of the hidden states.
-        link: between the ranks.
-    """
-    shapes = [own.shape for own in encoders if own.shape is not None]
-    return sum(own.layers * tensor_seconds(tokens * own.width * itemsize, parts, link) for own in shapes)

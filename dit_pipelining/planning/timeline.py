@@ -30,6 +30,20 @@ class Load:
     in_flight: int | None = None
 
 
+@dataclass(frozen=True)
+class ComponentCall:
+    """What a component does for one request, before or after its denoising loop.
+
+    Attributes:
+        seconds: on each of the ranks.
+        ranks: that do it together, the first of which gives the others the result; None: each rank does it for itself.
+            Ranks may be counted from the end, as in lists.
+    """
+
+    seconds: float
+    ranks: tuple[int, ...] | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload(Load):
     """A load, and what it costs.
@@ -40,10 +54,7 @@ class Workload(Load):
         result_seconds: from the last stage to all ranks.
         boundary_tensors: number of tensors that cross each boundary; default: one each.
         host_seconds: of the pipeline's own code between two steps (the scheduler).
-        encode_seconds, encode_rank: of what precedes the loop of a request, and the rank that does it for all; None: every
-            rank does it for itself. Ranks may be counted from the end, as in lists.
-        encode_parts: number of ranks, from `encode_rank` on, that do it together.
-        decode_seconds, decode_rank: likewise of what follows the loop.
+        encodes, decodes: what precedes and what follows the loop of a request, in order.
 
     Raises:
         ConfigError: the numbers do not belong together.
@@ -54,11 +65,8 @@ class Workload(Load):
     result_seconds: float = 0.0
     boundary_tensors: tuple[int, ...] = ()
     host_seconds: float = 0.0
-    encode_seconds: float = 0.0
-    encode_rank: int | None = None
-    encode_parts: int = 1
-    decode_seconds: float = 0.0
-    decode_rank: int | None = None
+    encodes: tuple[ComponentCall, ...] = ()
+    decodes: tuple[ComponentCall, ...] = ()
 
     def __post_init__(self) -> None:
         if self.schedule not in SIMULATED_SCHEDULES:
@@ -86,6 +94,15 @@ class Workload(Load):
     @property
     def num_ranks(self) -> int:
         return self.num_stages * self.replicas
+
+    @property
+    def encode_seconds(self) -> float:
+        """Of all encoders, one after the other."""
+        return sum(call.seconds for call in self.encodes)
+
+    @property
+    def decode_seconds(self) -> float:
+        return sum(call.seconds for call in self.decodes)
 
     @property
     def at_a_time(self) -> int:

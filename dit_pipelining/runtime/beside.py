@@ -1,6 +1,6 @@
 """What the ranks of a pipeline hold besides their stages of its transformers."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,10 +19,8 @@ def held_beside(
     """What the rank of each stage holds besides its stages of the transformers.
 
     That is the components that it owns or that it helps to compute, its parts of text encoders that are cut, and the
-    components that every rank has; of the ranks of a stage in several replicas the one that holds most counts. A VAE that
-    shall have a rank of its own has the one that owns it, else the last one.
+    components that every rank has.
     """
-    stages = config.pipeline_parallel_size
     split = text_parts(pipeline.components)  # by another pipeline, and not of the same size on every rank
     parts = {key: part for key, part in pipeline.components.items() if isinstance(part, nn.Module) and key not in split}
     sizes = {key: _bytes(part) for key, part in parts.items()}
@@ -33,11 +31,31 @@ def held_beside(
     owned = [
         sum(sizes.get(key, 0) for key, ranks in holders.items() if rank in ranks) for rank in range(config.line_size)
     ]
+    return of_stages([everywhere + own for own in owned], places, config)
+
+
+def of_stages(
+    held: Sequence[int], places: Places, config: ParallelConfig, seconds: Sequence[float] | None = None
+) -> list[Component]:
+    """What a partitioner is told of what ranks hold and do beside their stages.
+
+    Of the ranks of a stage in several replicas the one that holds most counts. A VAE that shall have a rank of its own has the
+    one that owns it, else the last one.
+
+    Args:
+        held: bytes of each rank of a line.
+        places: of the components.
+        config: how many stages there are, and whether the VAE has a rank of its own.
+        seconds: of each rank of a line, per call of the transformer. Default: not known.
+    """
+    stages = config.pipeline_parallel_size
+    seconds = seconds or [0.0] * len(held)
     alone = places.owners.get("vae", stages - 1) % stages if config.vae_placement == "shared" else None
     return [
         Component(
             f"other components of stage {stage}",
-            bytes=everywhere + max(owned[stage::stages]),
+            max(seconds[stage::stages]),
+            max(held[stage::stages]),
             rank=stage,
             alone=stage == alone,
         )

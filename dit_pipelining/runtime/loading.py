@@ -20,7 +20,7 @@ from dit_pipelining.runtime.checks import check_cuts, check_splits
 from dit_pipelining.runtime.filling import from_checkpoint, from_memory
 from dit_pipelining.runtime.owned import text_parts
 from dit_pipelining.runtime.parallel import cut_over_ranks, kept_whole, spread
-from dit_pipelining.runtime.placing import Places, choose_places
+from dit_pipelining.runtime.placing import Places, choose_places, plan_with
 from dit_pipelining.runtime.whole import check_whole, says_something
 from dit_pipelining.sharding.teams import make_team_groups
 from dit_pipelining.weights.components import (
@@ -152,7 +152,7 @@ def _look_at(files: PipelineFiles, config: ParallelConfig, check: Check) -> _Out
 
     sizes = {**on_disk, **components_in_memory(files.given)}
     return _Outlook(
-        empty, passed, models, index, choose_places(config, sizes, models, encoder, text_parts(files.given))
+        empty, passed, models, index, choose_places(config, sizes, models, plan_with(encoder), text_parts(files.given))
     )
 
 

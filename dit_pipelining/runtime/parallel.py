@@ -26,7 +26,7 @@ from dit_pipelining.runtime.executor import FillStage, TransformerExecutor
 from dit_pipelining.runtime.filling import from_memory
 from dit_pipelining.runtime.lockstep import Lockstep
 from dit_pipelining.runtime.owned import is_owned, own, text_parts
-from dit_pipelining.runtime.placing import Places, choose_places
+from dit_pipelining.runtime.placing import Places, choose_places, plan_with
 from dit_pipelining.runtime.rolling import Rolling
 from dit_pipelining.sharding.groups import make_sequence_groups
 from dit_pipelining.sharding.hsdp import ShardedBlocks, make_shard_mesh
@@ -75,7 +75,7 @@ def split_in_memory(
     check_splits(config, transformers)
     components = pipeline.components
     sizes = components_in_memory(components)
-    places = choose_places(config, sizes, transformers, components.__getitem__, text_parts(components))
+    places = choose_places(config, sizes, transformers, plan_with(components.__getitem__), text_parts(components))
     device = launch.join()
     whole = kept_whole(transformers, config)
     cut_over_ranks(transformers, config, device)

@@ -41,13 +41,20 @@ class Places:
         """Of each text encoder that is cut, the number of its elements and of its parts."""
         return {name: (plan.elements, len(self.teams[name].compute)) for name, plan in self.texts.items()}
 
+    def computing(self, name: str, layout: Layout) -> tuple[int, ...]:
+        """The ranks, within a line, that compute the calls of a component, its owner first; all where it is on every rank."""
+        if name not in self.owners:
+            return tuple(range(layout.cfg * layout.pipeline))
+        if name not in self.teams:
+            return (self.owners[name],)
+        return tuple(dict.fromkeys(Mesh.of(layout, rank).rank for rank in self.teams[name].compute))
+
     def holders(self, layout: Layout) -> dict[str, set[int]]:
-        """The ranks, within a line, that have weights of each component."""
-        found = {name: {owner} for name, owner in self.owners.items()}
-        for name, team in self.teams.items():
-            computing = {Mesh.of(layout, rank).rank for rank in team.compute}
-            found[name] = computing if name in self.texts else found[name] | computing
-        return found
+        """The ranks, within a line, that have weights of each component that is not on every rank."""
+        return {
+            name: set(self.computing(name, layout)) | ({owner} if name not in self.texts else set())
+            for name, owner in self.owners.items()
+        }
 
     def has_weights(self, name: str, mesh: Mesh) -> bool:
         """Whether this rank has weights of a component."""
@@ -60,7 +67,7 @@ def choose_places(
     config: ParallelConfig,
     components: Mapping[str, ComponentSize],
     models: Mapping[str, nn.Module],
-    encoder: Callable[[str], Any],
+    plan: Callable[[str, int], TextPlan],
     split: Mapping[str, int],
 ) -> Places:
     """Choose the rank of each component, by its kind and size.
@@ -69,7 +76,7 @@ def choose_places(
         config: may bind components to ranks, cut text encoders, and spread tiles of VAEs.
         components: those that can go to one rank.
         models: the transformers, beside whose stages they lie.
-        encoder: gives a text encoder by its name, with weights or without.
+        plan: says of a text encoder, by its name, how it is cut over so many ranks, or why it cannot be.
         split: over how many ranks text encoders are split already, by another pipeline: they stay as they are.
 
     Raises:
@@ -82,10 +89,15 @@ def choose_places(
                 f"already. Give {parts}, or leave the component out, so that this pipeline loads its own."
             )
     components = {name: part for name, part in components.items() if name not in split}
-    texts = _text_plans(config, components, encoder, split)
+    texts = _text_plans(config, components, plan, split)
     components = _with_parts(config, components, texts)
     owners = _owners(config, components, models)
     return Places(owners, _teams(config, components, owners), texts)
+
+
+def plan_with(encoder: Callable[[str], Any]) -> Callable[[str, int], TextPlan]:
+    """How text encoders are cut, for `choose_places`; `encoder` gives one by its name, with weights or without."""
+    return lambda name, size: check_text_encoder(name, encoder(name), size)
 
 
 def _owners(
@@ -128,7 +140,7 @@ def _owners(
 def _text_plans(
     config: ParallelConfig,
     components: Mapping[str, ComponentSize],
-    encoder: Callable[[str], Any],
+    plan: Callable[[str, int], TextPlan],
     split: Collection[str],
 ) -> dict[str, TextPlan]:
     """How each text encoder is cut that is to be, by its name."""
@@ -142,7 +154,7 @@ def _text_plans(
             f"{', '.join(map(repr, known)) or 'none'}."
         )
     cut = {name: size for name in known if (size := config.text_encoder_size(name)) > 1}
-    return {name: check_text_encoder(name, encoder(name), size) for name, size in cut.items()}
+    return {name: plan(name, size) for name, size in cut.items()}
 
 
 def _with_parts(

@@ -16,7 +16,7 @@ from dit_pipelining.costs.together import Others
 from dit_pipelining.runtime.beside import held_beside, others_of_each
 from dit_pipelining.runtime.checks import check_cuts
 from dit_pipelining.runtime.owned import text_parts
-from dit_pipelining.runtime.placing import choose_places
+from dit_pipelining.runtime.placing import choose_places, plan_with
 from dit_pipelining.weights.components import components_in_memory
 from dit_pipelining.weights.pipelines import transformers_of
 from partitioners import Component, counts_from_environment
@@ -41,7 +41,7 @@ def check_whole(pipeline: Any, config: ParallelConfig) -> None:
     check_cuts(config, models)
     components = pipeline.components
     sizes = components_in_memory(components)
-    places = choose_places(config, sizes, models, components.__getitem__, text_parts(components))
+    places = choose_places(config, sizes, models, plan_with(components.__getitem__), text_parts(components))
     beside, others = held_beside(pipeline, models, places, config), others_of_each(models, config)
     for name, model in models.items():
         counts = config.counts_for(name)

@@ -24,17 +24,31 @@ def check_text_encoder(name: str, model: transformers.PreTrainedModel, size: int
     Raises:
         ConfigError: it cannot; says what stands in the way, and which sizes work.
     """
-    what = f"text_encoder_tp_size={size} for the component {name!r}"
-    plan = text_plan(model, what)
+    plan = text_plan(model, f"text_encoder_tp_size={size} for the component {name!r}")
+    check_heads(name, plan, type(model).__name__, size)
+    return plan
+
+
+def check_heads(name: str, plan: TextPlan, model: str, size: int) -> None:
+    """Check that `size` divides the heads of a text encoder.
+
+    Args:
+        name: of the component.
+        plan: of the encoder.
+        model: its name, for the message.
+        size: number of ranks.
+
+    Raises:
+        ConfigError: it does not; says which sizes do.
+    """
     wrong = next((layer for layer, heads in plan.heads.items() if heads % size), None)
     if wrong is not None:
         sizes = plan.sizes()
         raise ConfigError(
-            f"{what}: {size} does not divide the {plan.heads[wrong]} heads of {wrong} in {type(model).__name__}. Sizes that "
-            f"work: {', '.join(map(str, sizes))}. Sizes can be given by component: text_encoder_tp_size="
-            f"{{{name!r}: {sizes[-1]}}}."
+            f"text_encoder_tp_size={size} for the component {name!r}: {size} does not divide the {plan.heads[wrong]} heads of "
+            f"{wrong} in {model}. Sizes that work: {', '.join(map(str, sizes))}. Sizes can be given by component: "
+            f"text_encoder_tp_size={{{name!r}: {sizes[-1]}}}."
         )
-    return plan
 
 
 def cut_text_encoder(model: nn.Module, plan: TextPlan, group: dist.ProcessGroup) -> dict[str, Shard]:

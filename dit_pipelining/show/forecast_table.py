@@ -8,6 +8,7 @@ from rich.text import Text
 
 from dit_pipelining.lowering.names import data_size, duration
 from dit_pipelining.planning.memory import MEMORY_KINDS, RankMemory
+from dit_pipelining.planning.timeline import ComponentCall
 from dit_pipelining.show.picture import Alternative, Picture
 from dit_pipelining.show.timeline_view import timeline_view
 
@@ -37,11 +38,11 @@ def _memory(picture: Picture) -> Table:
         table.add_column(kind, justify="right")
     table.add_column("all", justify="right")
     table.add_column("of")
-    rows = zip(picture.memory, picture.target.limits, picture.shortfalls, strict=True)
-    for stage, (memory, limit, lacking) in enumerate(rows):
+    rows = zip(picture.memory, picture.limits, picture.shortfalls, strict=True)
+    for place, (memory, limit, lacking) in enumerate(rows):
         usable = data_size(limit) + (f", {data_size(lacking)} too little" if lacking else "")
         table.add_row(
-            picture.ranks_of(stage),
+            picture.ranks_of(place),
             *_sizes(memory, kinds),
             data_size(memory.total),
             usable,
@@ -69,9 +70,24 @@ def _seconds(picture: Picture) -> Text:
         moved = ", ".join(duration(seconds) for seconds in load.transfer_seconds)
         lines.insert(2, f"transfers: {moved}; a result: {duration(load.result_seconds)}")
     if load.encode_seconds or load.decode_seconds:
-        encoding = duration(load.encode_seconds) + (f" on {load.encode_parts} ranks" if load.encode_parts > 1 else "")
-        lines.insert(-1, f"beside the loop: encoding {encoding}, decoding {duration(load.decode_seconds)}")
+        parts = [
+            f"{what} {duration(seconds)}{_where(picture, calls)}"
+            for what, seconds, calls in (
+                ("encoding", load.encode_seconds, load.encodes),
+                ("decoding", load.decode_seconds, load.decodes),
+            )
+        ]
+        lines.insert(-1, f"beside the loop: {', '.join(parts)}")
     return Text("\n".join(f" {line}" for line in lines))
+
+
+def _where(picture: Picture, calls: Sequence[ComponentCall]) -> str:
+    """The ranks that take part, where there are others."""
+    every = range(len(picture.memory))
+    ranks = sorted({rank for call in calls for rank in call.ranks or every})
+    if len(every) == 1 or not ranks:
+        return ""
+    return f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(picture.ranks_of, ranks))}"
 
 
 def _comparison(alternatives: Sequence[Alternative]) -> Table:

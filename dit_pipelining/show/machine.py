@@ -8,7 +8,7 @@ from dit_pipelining.planning.timeline import Timeline
 from dit_pipelining.show.picture import Picture
 from dit_pipelining.show.stage_table import rank_totals
 
-FORMAT = 1
+FORMAT = 2
 """Raised when a key changes its meaning or goes; new keys do not raise it."""
 
 
@@ -16,7 +16,7 @@ def as_data(picture: Picture) -> dict[str, Any]:
     """A picture as an object for JSON.
 
     Keys:
-        format: 1.
+        format: 2.
         model, source: as given; source is preset, pipeline, transformer or config.
         num_stages, decided_by: stages, and what chose the partition.
         size: height and width in pixels, frames, batch; null where the inputs were given.
@@ -30,17 +30,18 @@ def as_data(picture: Picture) -> dict[str, Any]:
             parameter_ratio (1.0 is an even share), flops, flops_share;
             blocks: name, kind, stage, parameter_bytes, flops, seconds;
             boundaries: bytes, and tensors: name, origin, shape, dtype, bytes, relayed;
-            predicted: stage_seconds and transfer_seconds of one call, result_seconds, encode_seconds, decode_seconds,
-            encode_parts (ranks that encode together),
+            predicted: stage_seconds and transfer_seconds of one call, result_seconds, encode_seconds, decode_seconds, and in
+            encodes and decodes the seconds of each component with the ranks that compute it together (null: each by itself),
             requests, steps, calls_per_step, replicas, schedule, and what comes of it: step_seconds, steps_per_second,
             bubble (a fraction of the loop), makespan in seconds, utilisation of each rank.
         target: devices and links by name, limits in bytes, source of the seconds.
-        ranks: of the first replica, one entry for all that share a stage: rank (the stage's index), parameters and
-            parameter_bytes of the stage over all transformers; memory of the fullest in bytes by kind, and shortfall.
+        ranks: one entry for all that share a stage of a replica: rank (their place in the line: the stages of the first
+            replica, then those of the next one), parameters and parameter_bytes of the stage over all transformers; memory of
+            the fullest in bytes by kind, and shortfall.
         alternatives: name, counts, problem, slowest_seconds, step_seconds, bubble, makespan, memory_bytes.
     """
     target = picture.target
-    totals = zip(rank_totals(picture.reports), picture.memory, picture.shortfalls, strict=True)
+    totals = zip(rank_totals(picture.reports) * picture.degrees.cfg, picture.memory, picture.shortfalls, strict=True)
     return {
         "format": FORMAT,
         "model": picture.model,
@@ -89,6 +90,8 @@ def _transformer(report: TransformerReport) -> dict[str, Any]:
 
 def _predicted(timeline: Timeline) -> dict[str, Any]:
     return asdict(timeline.workload) | {
+        "encode_seconds": timeline.workload.encode_seconds,
+        "decode_seconds": timeline.workload.decode_seconds,
         "step_seconds": timeline.step_seconds,
         "steps_per_second": timeline.steps_per_second,
         "bubble": timeline.bubble,

@@ -19,12 +19,12 @@ KIND_COLOURS = {
 
 
 def memory_drawing(picture: Picture) -> Drawing:
-    """Draw the memory of all ranks of a replica, and the limit where it is near."""
+    """Draw the memory of all ranks of a line, and the limit where it is near."""
     most = max(rank.total for rank in picture.memory) or 1
     scale = (WIDTH - LEFT - RIGHT) / (most * 1.08)
     parts: list[str] = []
-    for stage, (memory, limit) in enumerate(zip(picture.memory, picture.target.limits, strict=True)):
-        y, rank = stage * ROW, picture.ranks_of(stage)
+    for place, (memory, limit) in enumerate(zip(picture.memory, picture.limits, strict=True)):
+        y, rank = place * ROW, picture.ranks_of(place)
         parts.append(text(0, y + 15, f"rank {rank}"))
         parts.append(element("rect", class_="track", x=LEFT, y=y, width=WIDTH - LEFT - RIGHT, height=BAR, rx=3.0))
         x = LEFT
@@ -39,7 +39,7 @@ def memory_drawing(picture: Picture) -> Drawing:
             x += width
         if limit <= most * 1.08:
             at = LEFT + limit * scale
-            tip = f"{picture.target.devices[stage].title}: {data_size(limit)} usable"
+            tip = f"{picture.target.devices[place % picture.num_stages].title}: {data_size(limit)} usable"
             parts.append(element("line", tip=tip, class_="limit", x1=at, x2=at, y1=y - 3, y2=y + BAR + 3))
         needed = f"{data_size(memory.total)} of {data_size(limit)}" + (" !" if memory.total > limit else "")
         parts.append(text(WIDTH - RIGHT + 12, y + 15, needed, "soft"))

@@ -4,10 +4,12 @@ from dataclasses import dataclass
 
 from dit_pipelining.costs.devices import DeviceProfile, Link
 from dit_pipelining.lowering.report import TransformerReport
+from dit_pipelining.planning.components import NOTHING
 from dit_pipelining.planning.degrees import ALONE, Degrees
 from dit_pipelining.planning.memory import RankMemory
 from dit_pipelining.planning.recipes import Size
 from dit_pipelining.planning.timeline import Timeline
+from dit_pipelining.runtime.placing import Places
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,12 @@ class Picture:
         target: what it is cut for.
         reports: of the transformers, those that are alike in one.
         timelines: of the same transformers.
-        memory: of the ranks of each stage of a replica; where they differ, of the fullest.
+        memory: of each rank of a line (the stages of the first replica, then those of the next one); of the ranks that share
+            its stage, where they differ, the fullest.
         not_counted: what memory and timelines leave out, in words; empty: nothing.
         alternatives: other cuts, for comparison.
         degrees: how many stages, replicas and copies there are, and how many ranks share each stage.
+        places: of the components.
     """
 
     model: str
@@ -85,10 +89,11 @@ class Picture:
     not_counted: str
     alternatives: tuple[Alternative, ...] = ()
     degrees: Degrees = ALONE
+    places: Places = NOTHING.places
 
-    def ranks_of(self, stage: int) -> str:
-        """The ranks of a stage of the first replica, as text: `0`, or `2-3`."""
-        first, last = stage * self.degrees.inside, (stage + 1) * self.degrees.inside - 1
+    def ranks_of(self, place: int) -> str:
+        """The ranks that share a stage of a replica, by its place in the line, as text: `0`, or `2-3`."""
+        first, last = place * self.degrees.inside, (place + 1) * self.degrees.inside - 1
         return str(first) if first == last else f"{first}-{last}"
 
     @property
@@ -101,9 +106,14 @@ class Picture:
         return self.timelines[0]
 
     @property
+    def limits(self) -> tuple[int, ...]:
+        """Bytes that each rank of a line may use."""
+        return self.target.limits * self.degrees.cfg
+
+    @property
     def shortfalls(self) -> tuple[int, ...]:
-        """Bytes that each rank lacks; 0 where it has enough."""
-        return tuple(max(rank.total - limit, 0) for rank, limit in zip(self.memory, self.target.limits, strict=True))
+        """Bytes that each rank of a line lacks; 0 where it has enough."""
+        return tuple(max(rank.total - limit, 0) for rank, limit in zip(self.memory, self.limits, strict=True))
 
     @property
     def load(self) -> str:

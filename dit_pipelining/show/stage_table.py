@@ -114,27 +114,27 @@ def _summary(report: TransformerReport) -> Text:
 def _print_ranks(reports: Sequence[TransformerReport], console: Console) -> None:
     total = sum(report.parameters * len(report.names) for report in reports)
     names = [name for report in reports for name in report.names]
-    console.print(Text("each rank holds ").append(" + ".join(names), style="bold cyan"))
+    console.print(Text("the ranks of each stage hold ").append(" + ".join(names), style="bold cyan"))
     table = Table(box=None, padding=(0, 1), header_style="bold")
-    table.add_column("rank", justify="right")
+    table.add_column("stage", justify="right")
     table.add_column("parameters", justify="right")
     table.add_column("memory", justify="right")
     table.add_column(f"x 1/{len(reports[0].stages)}", justify="right")
-    for rank, (parameters, size) in enumerate(rank_totals(reports)):
+    for stage, (parameters, size) in enumerate(rank_totals(reports)):
         ratio = parameters * len(reports[0].stages) / total
-        table.add_row(str(rank), count(parameters), data_size(size), f"{ratio:.3f}")
+        table.add_row(str(stage), count(parameters), data_size(size), f"{ratio:.3f}")
     console.print(table)
 
 
 def rank_totals(reports: Sequence[TransformerReport]) -> list[tuple[int, int]]:
-    """Parameters and bytes of each rank, which holds its stage of every transformer."""
-    ranks = range(len(reports[0].stages))
+    """Parameters and bytes of the ranks of each stage, which hold it of every transformer."""
+    stages = range(len(reports[0].stages))
     return [
         (
-            sum(report.stages[rank].parameters * len(report.names) for report in reports),
-            sum(report.stages[rank].parameter_bytes * len(report.names) for report in reports),
+            sum(report.stages[stage].parameters * len(report.names) for report in reports),
+            sum(report.stages[stage].parameter_bytes * len(report.names) for report in reports),
         )
-        for rank in ranks
+        for stage in stages
     ]
 
 

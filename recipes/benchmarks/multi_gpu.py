@@ -43,7 +43,6 @@ from dit_pipelining.costs.devices import find_device
 from dit_pipelining.costs.model_costs import model_costs
 from dit_pipelining.lowering.clock import StageClock
 from dit_pipelining.lowering.split import SplitModel
-from dit_pipelining.planning.components import Components
 from dit_pipelining.planning.forecast import transfer_seconds
 from dit_pipelining.planning.memory import rank_memory
 from dit_pipelining.planning.simulation import simulate
@@ -210,7 +209,7 @@ def measure(
             load = simulated(split, workload, layout, count, calls, per_call)
             predicted = simulate(load).makespan
             facts |= dict(predicted_ms_per_step=1000 * predicted / workload.steps / count)
-            facts |= dict(predicted_bytes=[own.total for own in rank_memory([(split, 1)], load, Components())])
+            facts |= dict(predicted_bytes=[own.total for own in rank_memory([(split, 1)], load)])
             facts["equal"] = bool(torch.equal(results[0][0], expected[guided]))
             add("rolling", guided, count, seconds, share, layout.replicas, **facts)
     peaks: list[Any] = [None] * layout.ranks

@@ -22,7 +22,6 @@ from reporting import show, write
 from dit_pipelining import split_model
 from dit_pipelining.capture.signature import bind
 from dit_pipelining.lowering.split import SplitModel
-from dit_pipelining.planning.components import Components
 from dit_pipelining.planning.memory import rank_memory
 from dit_pipelining.planning.presets import Preset, preset
 from dit_pipelining.planning.timeline import Workload
@@ -39,7 +38,7 @@ def stage_rows(facts: Preset, stages: int, device: torch.device) -> list[dict[st
     splits = [weightless_split(facts, stages, inputs) for _ in facts.components]
     whole = sum(weight_bytes(split.model) for split in splits)
     one_call = Workload(stage_seconds=(1.0,) * stages, transfer_seconds=(0.0,) * (stages - 1))
-    predicted = rank_memory([(splits[0], len(splits))], one_call, Components())
+    predicted = rank_memory([(splits[0], len(splits))], one_call)
     sent: list[tuple[torch.Tensor, ...]] = [() for _ in splits]
     rows = []
     for stage in range(stages):

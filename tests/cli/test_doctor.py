@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from dit_pipelining.cli import checks, main
+from dit_pipelining.cli.doctor import usual_places
 from dit_pipelining.cli.needs import needs
 from dit_pipelining.cli.ranks import parts
 from dit_pipelining.cli.study import Question
-from dit_pipelining.comm.layout import Layout
+from dit_pipelining.comm.mesh import layout_of
+from dit_pipelining.config import ParallelConfig
 from dit_pipelining.lowering.names import data_size
+from dit_pipelining.planning.components import NOTHING
 from dit_pipelining.planning.degrees import Degrees
 
 
@@ -118,20 +121,44 @@ def test_a_driver_that_does_not_fit_torch_is_trouble(monkeypatch: pytest.MonkeyP
 
 
 def test_the_mesh_says_which_rank_does_what() -> None:
-    found = dict(parts(Layout(cfg=2, pipeline=2, ulysses=2)))
+    found = dict(parts(Degrees(cfg=2, pipeline=2, ulysses=2), NOTHING.places))
     assert found[0] == "replica 0, stage 0, Ulysses part 0"
     assert found[3] == "replica 0, stage 1, Ulysses part 1"
     assert found[4] == "replica 1, stage 0, Ulysses part 0"
 
 
-def test_the_mesh_says_which_rank_has_which_part_of_text_encoders() -> None:
-    found = dict(parts(Layout(data=2, pipeline=2, ulysses=2), 3))
+def test_the_mesh_says_which_rank_has_which_component_and_which_part() -> None:
+    config = ParallelConfig(
+        data_parallel_size=2,
+        pipeline_parallel_size=2,
+        ulysses_degree=2,
+        text_encoder_tp_size=3,
+        vae_patch_parallel_size=3,
+    )
+    found = dict(parts(layout_of(config), usual_places(config)))
     assert [own.rpartition("Ulysses part ")[2] for own in found.values()] == [
-        "0, text encoders, part 0",
-        "1, text encoders, part 1",
-        "0, text encoders, part 2",
-        "1",
+        "0, text_encoder part 0",
+        "1, text_encoder part 1, vae",
+        "0, text_encoder part 2, vae",
+        "1, vae",
     ] * 2
+
+
+def test_the_mesh_of_a_model_has_its_components(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(checks, "every_check", lambda seconds: [])
+    file = tmp_path / "ranks.yaml"
+    file.write_text("component_ranks: {vae: 2}")
+    flags = ["--stages", "2", "--cfg-parallel-size", "2", "--config", str(file), "--device", "a100"]
+    assert main(["doctor", TINY_WAN, *flags]) == 0
+    rows = [re.split(r"\s*│\s*", line.strip("│ ")) for line in capsys.readouterr().out.splitlines()]
+    assert [row for row in rows if row[0].isdigit()] == [
+        ["0", "replica 0, stage 0, text_encoder"],
+        ["1", "replica 0, stage 1"],
+        ["2", "replica 1, stage 0, vae"],
+        ["3", "replica 1, stage 1"],
+    ]
 
 
 def test_degrees_are_printed_as_a_mesh(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,31 +170,36 @@ def test_degrees_are_printed_as_a_mesh(capsys: pytest.CaptureFixture[str], monke
 
 
 @pytest.mark.parametrize(
-    ("degrees", "parts", "flags"),
+    "sizes",
     [
-        (Degrees(pipeline=2, ulysses=2), 2, ["--ulysses-degree", 2, "--text-encoder-tp-size", 2]),
-        (Degrees(pipeline=2, cfg=2, ring=2, shards=4), 1, ["--ring-degree", 2, "--cfg-parallel-size", 2, "--use-hsdp"]),
-        (Degrees(pipeline=2, tensor=2), 4, ["--tensor-parallel-size", 2, "--text-encoder-tp-size", 4]),
+        dict(ulysses_degree=2, text_encoder_tp_size=2),
+        dict(ring_degree=2, cfg_parallel_size=2, use_hsdp=True),
+        dict(tensor_parallel_size=2, text_encoder_tp_size=4),
+        dict(ulysses_degree=2, vae_patch_parallel_size=3),
     ],
 )
-def test_what_each_rank_needs_is_what_show_says(
-    show: Callable[..., Any], degrees: Degrees, parts: int, flags: list[object]
-) -> None:
-    """All that divides a rank's memory counts: tokens, heads, shards, parts of text encoders."""
+def test_what_each_rank_needs_is_what_show_says(show: Callable[..., Any], sizes: dict[str, Any]) -> None:
+    """All that divides a rank's memory counts: tokens, heads, shards, parts of text encoders, tiles."""
+    flags = [
+        part
+        for name, size in sizes.items()
+        for part in (f"--{name.replace('_', '-')}", *([] if size is True else [size]))
+    ]
     shown = show(TINY_WAN, "--stages", 2, "--ranks", "a100", *flags)
     alone = show(TINY_WAN, "--stages", 2, "--ranks", "a100")
-    _, found = needs(Question(model=TINY_WAN, degrees=degrees, text_encoder_tp_size=parts), "a100")
+    config = ParallelConfig(pipeline_parallel_size=2, **sizes)
+    _, found = needs(Question(model=TINY_WAN, config=config), "a100")
     totals = [rank["memory"]["total"] for rank in shown["ranks"]]
     assert re.findall(r"ranks (\S+) (\S+ \S+) \(", found.text) == [
-        ("0-1", data_size(totals[0])),
-        ("2-3", data_size(totals[1])),
+        (f"{2 * place}-{2 * place + 1}", data_size(total)) for place, total in enumerate(totals)
     ]
-    assert found.text.startswith(f"{degrees.size}: ")
+    assert len(totals) == config.line_size
+    assert found.text.startswith(f"{config.world_size}: ")
     assert totals[0] < alone["ranks"][0]["memory"]["total"]
 
 
 def test_ranks_that_lack_memory_are_told_what_they_need() -> None:
-    _, found = needs(Question(model=TINY_WAN, degrees=Degrees(pipeline=2)), "1.1GB")
+    _, found = needs(Question(model=TINY_WAN, config=ParallelConfig(pipeline_parallel_size=2)), "1.1GB")
     assert found.state == checks.BAD
     assert re.search(r"rank 0 \S+ MiB .*MiB too little", found.text)
     assert found.hint == "a smaller --height, --width or --num-frames needs less"
@@ -195,6 +227,7 @@ def test_encoders_that_are_too_large_for_a_gpu_are_to_be_split() -> None:
             ["--tensor-parallel-size", "2", "--cfg-parallel-size", "2", "--use-hsdp"],
             "use_hsdp=True and tensor_parallel_size=2",
         ),
+        (["--vae-patch-parallel-size", "2"], "vae_patch_parallel_size=2: 1 rank at most can run a call together"),
         (["--stages", "100"], "100 stages are more than the model's 12 blocks"),
         (["--seconds", "0"], "'0' is not a number of seconds above 0"),
         (["--device", "toaster"], "there is no device 'toaster'"),

@@ -141,7 +141,12 @@ def test_files_are_written_beside_the_tables(capsys, tiny, tmp_path):
         (["--ranks", ""], "the rank '' is nothing known"),
         (["--json", "."], ". is a folder"),
         (["--ulysses-degree", "3"], "2 heads do not divide by ulysses x tensor = 3"),
-        (["--text-encoder-tp-size", "2"], "a transformer alone has no text encoders"),
+        (
+            ["--text-encoder-tp-size", "2"],
+            "the text encoders of this pipeline that are not on every rank are none",
+        ),
+        (["--vae-patch-parallel-size", "2"], "vae_patch_parallel_size=2: this pipeline has no VAE on one rank"),
+        (["--vae-patch-parallel-size", "3"], "vae_patch_parallel_size=3: 2 ranks at most can run a call together"),
         (["--hsdp-shard-size", "2"], "hsdp_shard_size=2 is given, but use_hsdp is not"),
     ],
 )

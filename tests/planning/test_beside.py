@@ -37,8 +37,9 @@ def test_a_folders_components_have_the_bytes_that_are_loaded(configs: Path, dtyp
     known = beside_model(find_model(str(configs)))
     assert known is not None
     found = components_of(known, Size(32, 32, 5), dtype.itemsize, H200, None)
-    assert (found.encoder_bytes, found.vae_bytes) == (weights(real.text_encoder), weights(real.vae))
-    assert found.decode_seconds > 0
+    held = {name: size.bytes for name, size in found.sizes.items()}
+    assert held == {"text_encoder": weights(real.text_encoder), "vae": weights(real.vae)}
+    assert found.seconds["vae"] > 0
     assert found.decode_bytes > 0
 
 
@@ -47,12 +48,9 @@ def test_a_folders_text_encoder_is_split_where_its_heads_divide(configs: Path) -
     assert known is not None
     (encoder,) = known.encoders
     config = json.loads((configs / "text_encoder" / "config.json").read_text())
-    assert encoder.shape is not None
-    assert (encoder.shape.heads, encoder.shape.width) == (config["num_heads"], config["d_model"])
-    halves = components_of(known, None, 2, H200, None, encoder_parts=2)
-    assert halves.encoder_bytes_at(1) == halves.encoder_bytes // 2
-    with pytest.raises(ConfigError, match="text encoder text_encoder"):
-        components_of(known, None, 2, H200, None, encoder_parts=config["num_heads"] + 1)
+    assert encoder.plan(2).sizes()[-1] == config["num_heads"]
+    with pytest.raises(ConfigError, match=r"'text_encoder': 3 does not divide the \d+ heads of .* in UMT5EncoderModel"):
+        encoder.plan(3)
 
 
 def test_a_vae_like_the_presets_does_what_the_preset_says(configs: Path) -> None:
@@ -61,7 +59,7 @@ def test_a_vae_like_the_presets_does_what_the_preset_says(configs: Path) -> None
     published = beside_preset(preset("wan2.1-t2v-1.3b"))
     known = beside_model(find_model(str(configs)))
     assert known is not None
-    assert (known.vae_parameters, known.decode) == (published.vae_parameters, published.decode)
+    assert (known.decoders, known.decode) == (published.decoders, published.decode)
 
 
 def test_what_a_smaller_vae_does_is_counted(configs: Path) -> None:
@@ -81,7 +79,9 @@ def test_quantised_encoders_keep_their_bytes_in_every_dtype(tmp_path: Path) -> N
     known = beside_model(find_model(str(tmp_path / "wan")))
     assert known is not None
     stored = (tmp_path / "wan" / "text_encoder" / "model.safetensors").stat().st_size
-    assert {components_of(known, None, size, H200, None).encoder_bytes for size in (2, 4)} == {stored}
+    assert {components_of(known, None, size, H200).sizes["text_encoder"].bytes for size in (2, 4)} == {stored}
+    with pytest.raises(ConfigError, match="stored quantised"):
+        known.encoders[0].plan(2)
 
 
 def test_components_that_are_not_there_are_named(configs: Path) -> None:
@@ -89,7 +89,7 @@ def test_components_that_are_not_there_are_named(configs: Path) -> None:
     known = beside_model(find_model(str(configs)))
     assert known is not None
     assert (known.missing, known.encoders) == (("text_encoder",), ())
-    assert known.vae_parameters > 0
+    assert known.decoders["vae"].parameters > 0
 
 
 def test_a_config_that_makes_no_component_is_refused(configs: Path) -> None:

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from dit_pipelining.capture.counting import WorkCounter
+from dit_pipelining.config import ParallelConfig
 from dit_pipelining.costs.devices import find_device
 from dit_pipelining.planning.beside import beside_preset
 from dit_pipelining.planning.components import components_of
-from dit_pipelining.planning.degrees import Degrees
 from dit_pipelining.planning.models import find_model
 from dit_pipelining.planning.presets import preset, preset_names
 from dit_pipelining.planning.recipes import Size
@@ -42,20 +42,39 @@ def test_seconds_and_bytes_grow_with_the_size():
     known = preset("wan2.1-t2v-1.3b")
     small = components_of(beside_preset(known), Size(480, 832, 81), 2, H200, None)
     large = components_of(beside_preset(known), Size(480, 832, 161), 2, H200, None)
-    assert large.decode_seconds / small.decode_seconds == pytest.approx(161 / 81)
+    assert large.seconds["vae"] / small.seconds["vae"] == pytest.approx(161 / 81)
     assert large.decode_bytes / small.decode_bytes == pytest.approx(161 / 81)
-    assert (large.encoder_bytes, large.vae_bytes) == (small.encoder_bytes, small.vae_bytes)
-    assert small.encoder_bytes == 2 * known.text_encoders[0]["parameters"]
+    assert large.sizes == small.sizes
+    assert small.sizes["text_encoder"].bytes == 2 * known.text_encoders[0]["parameters"]
     single = components_of(beside_preset(known), Size(480, 832, 81), 4, H200, None)
-    assert single.vae_bytes == 2 * small.vae_bytes
-    assert single.decode_seconds > 2 * small.decode_seconds
+    assert single.sizes["vae"].bytes == 2 * small.sizes["vae"].bytes
+    assert single.seconds["vae"] > 2 * small.seconds["vae"]
+
+
+def flux():
+    return components_of(beside_preset(preset("flux.1-dev")), Size(1024, 1024, 1), 2, H200)
 
 
 def test_the_partitioner_gets_their_share_of_a_call():
-    beside = components_of(beside_preset(preset("flux.1-dev")), Size(1024, 1024, 1), 2, H200, None)
-    encoder, vae = beside.for_partitioner(50, Degrees(pipeline=2))
-    assert (encoder.name, vae.name) == ("text_encoder", "vae")
-    assert vae.seconds == beside.decode_seconds / 50
-    assert vae.bytes == beside.vae_bytes + beside.decode_bytes
-    none = components_of(beside_preset(preset("dit-xl-2-256")), Size(256, 256, 1), 2, H200, None)
-    assert [component.name for component in none.for_partitioner(50, Degrees(pipeline=2))] == ["vae"]
+    beside, config = flux(), ParallelConfig(pipeline_parallel_size=2, cfg_parallel_size=2)
+    first, last = beside.placed(config).for_partitioner(config, calls=50)
+    assert (first.rank, last.rank) == (0, 1)
+    assert last.seconds == beside.seconds["vae"] / 50
+    assert last.bytes == beside.sizes["vae"].bytes + beside.decode_bytes
+    assert first.bytes == sum(size.bytes for size in beside.sizes.values() if size.kind == "encoder")
+
+
+def test_components_on_every_rank_are_held_and_run_by_each():
+    placed = flux().placed(
+        ParallelConfig(pipeline_parallel_size=2, component_ranks={"vae": "all", "text_encoder_2": 1})
+    )
+    assert [own.vae > 0 < own.decode for own in placed.held] == [True, True]
+    assert [call.ranks for call in (*placed.encodes, *placed.decodes)] == [(0,), (1,), None]
+
+
+def test_ranks_that_share_tiles_hold_the_vae_and_decode_together():
+    """Those before the last rank help it."""
+    beside = flux()
+    shared = beside.placed(ParallelConfig(pipeline_parallel_size=2, cfg_parallel_size=2, vae_patch_parallel_size=3))
+    assert [own.vae // beside.sizes["vae"].bytes for own in shared.held] == [0, 1, 1, 1]
+    assert [call.ranks for call in shared.decodes] == [(3, 2, 1)]

@@ -8,7 +8,7 @@ import torch
 from dit_pipelining.api import split_model
 from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.capture.nodes import value_bytes
-from dit_pipelining.planning.components import Components
+from dit_pipelining.planning.components import NOTHING, HeldBeside, Placed
 from dit_pipelining.planning.degrees import Degrees
 from dit_pipelining.planning.memory import rank_memory
 from dit_pipelining.planning.timeline import Workload
@@ -16,7 +16,7 @@ from dit_pipelining.sharding.tensor_plans import tensor_plan
 from tests.zoo import CASES
 from tests.zoo.case import build_inputs, build_model
 
-BESIDE = Components(encoder_bytes=1000, vae_bytes=100, decode_bytes=10)
+BESIDE = Placed(NOTHING.places, (HeldBeside(encoders=1000), HeldBeside(), HeldBeside(vae=100, decode=10)))
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +26,7 @@ def split():
 
 
 def workload(**options):
-    return Workload(
-        stage_seconds=(1.0,) * 3, transfer_seconds=(0.0,) * 2, encode_rank=0, decode_rank=2, steps=50, **options
-    )
+    return Workload(stage_seconds=(1.0,) * 3, transfer_seconds=(0.0,) * 2, steps=50, **options)
 
 
 def test_weights_are_counted_once_and_copies_apart(split):
@@ -51,17 +49,16 @@ def test_two_transformers_share_activations_and_buffers(split):
 def test_components_are_on_their_owners(split):
     ranks = rank_memory([(split, 1)], workload(), BESIDE)
     assert [(rank.encoders, rank.vae) for rank in ranks] == [(1000, 0), (0, 0), (0, 100)]
-    large = rank_memory([(split, 1)], workload(), Components(decode_bytes=10**9))
-    assert large[2].activations == 10**9 > large[0].activations
+    large = replace(BESIDE, held=(HeldBeside(), HeldBeside(), HeldBeside(decode=10**9)))
+    ranks = rank_memory([(split, 1)], workload(), large)
+    assert ranks[2].activations == 10**9 > ranks[0].activations
 
 
-def test_without_owners_every_rank_holds_the_components(split):
-    everywhere = replace(workload(), encode_rank=None, decode_rank=None)
-    ranks = rank_memory([(split, 1)], everywhere, BESIDE)
-    assert [(rank.encoders, rank.vae) for rank in ranks] == [(1000, 100)] * 3
-    last = replace(workload(), encode_rank=-2, decode_rank=-1)
-    ranks = rank_memory([(split, 1)], last, BESIDE)
-    assert [(rank.encoders, rank.vae) for rank in ranks] == [(0, 0), (1000, 0), (0, 100)]
+def test_ranks_of_every_replica_hold_its_stages_and_their_own_components(split):
+    beside = replace(BESIDE, held=(HeldBeside(encoders=1000), *[HeldBeside()] * 4, HeldBeside(vae=100)))
+    ranks = rank_memory([(split, 1)], workload(replicas=2), beside)
+    assert [(rank.encoders, rank.vae) for rank in ranks] == [(1000, 0), *[(0, 0)] * 4, (0, 100)]
+    assert [rank.weights for rank in ranks[:3]] == [rank.weights for rank in ranks[3:]]
 
 
 def test_buffers_are_slots_on_every_rank_and_copies_of_what_arrives_and_of_what_leaves(split):
@@ -81,7 +78,7 @@ def test_requests_in_flight_hold_their_calls_inputs_and_results(split):
     kept = [stage.kept_bytes(split.graph) for stage in split.stages]
 
     def predicted(**options):
-        return [own.requests for own in rank_memory([(split, 1)], workload(**options), BESIDE)]
+        return [own.requests for own in rank_memory([(split, 1)], workload(**options))]
 
     a_call = given + 2 * result
     assert predicted() == [a_call + each + once for each, once in kept]
@@ -89,15 +86,16 @@ def test_requests_in_flight_hold_their_calls_inputs_and_results(split):
     assert predicted(requests=9, in_flight=3) == predicted(requests=3)
     assert predicted(requests=9, schedule="sequential") == predicted()
     # Every rank of both replicas runs the whole pipeline, and its stage half of the calls.
-    assert predicted(requests=3, calls_per_step=2, replicas=2) == [6 * a_call + 3 * each + once for each, once in kept]
+    halved = [6 * a_call + 3 * each + once for each, once in kept]
+    assert predicted(requests=3, calls_per_step=2, replicas=2) == 2 * halved
 
 
 def test_one_process_has_no_buffers_and_one_request_at_a_time(split):
     whole = split_model(split.model, 1, build_inputs(CASES["WanTransformer3D"]))
-    alone = Workload(stage_seconds=(1.0,), transfer_seconds=(), encode_rank=0, decode_rank=0)
-    (one,) = rank_memory([(whole, 1)], alone, BESIDE)
+    alone = Workload(stage_seconds=(1.0,), transfer_seconds=())
+    (one,) = rank_memory([(whole, 1)], alone)
     assert one.buffers == 0
-    assert rank_memory([(whole, 1)], replace(alone, requests=5), BESIDE) == (one,)
+    assert rank_memory([(whole, 1)], replace(alone, requests=5)) == (one,)
 
 
 def test_ranks_that_share_a_stage_hold_what_they_share(split):
@@ -118,9 +116,3 @@ def test_ranks_that_share_a_stage_hold_what_they_share(split):
         inside = sum(tensor.nbytes for name, tensor in named.items() if name.startswith("blocks."))
         assert quarter.weights + quarter.replicated == whole.weights + whole.replicated - inside * 3 // 4
         assert quarter.buffers < whole.buffers
-
-
-def test_parts_of_text_encoders_fill_the_ranks_of_a_stage_first(split):
-    beside = Components(encoder_bytes=1000, split_bytes=900, encoder_parts=3)
-    ranks = rank_memory([(split, 1)], workload(), beside, Degrees(pipeline=3, ulysses=2))
-    assert [rank.encoders for rank in ranks] == [100 + 300, 300, 0]

@@ -11,6 +11,7 @@ from dit_pipelining.planning.components import Components
 from dit_pipelining.planning.degrees import Degrees, Divides, every_way, problem_of
 from dit_pipelining.planning.search import search, sharded_costs
 from dit_pipelining.planning.work import ModelWork
+from dit_pipelining.weights.placement import ComponentSize
 from partitioners import BlockCost
 
 LINK = Link("test", bytes_per_second=1250.0, latency_seconds=0.0)  # of which 1000 can be used
@@ -133,14 +134,17 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_components_lie_on_the_first_and_the_last_stage() -> None:
-    beside = Components(encoder_bytes=1000, vae_bytes=500, decode_bytes=100, encode_seconds=3.0, decode_seconds=5.0)
+    sizes = {"text_encoder": ComponentSize("encoder", 1000), "vae": ComponentSize("decoder", 500)}
+    beside = Components(sizes, {"text_encoder": 3.0, "vae": 5.0}, decode_bytes=100)
     found = {way.degrees: way for way in search(replace(WORK, beside=beside), 2, DEVICE).ways}
     assert found[Degrees(data=2)].memory_bytes == 400 + 40 + 1600
     assert found[Degrees(data=2)].latency == pytest.approx(2 * 4 * 8.0 + 3 + 5)
     assert found[Degrees(tensor=2)].latency == pytest.approx(2 * 4 * (4.5 + 0.16) + 3 + 5)
 
 
-TILED = Components(vae_bytes=500, decode_bytes=100, decode_seconds=6.0, latents=60, tiles=((20,) * 4,))
+TILED = Components(
+    {"vae": ComponentSize("decoder", 500, tiles=True)}, {"vae": 6.0}, decode_bytes=100, latents=60, tiles=((20,) * 4,)
+)
 
 
 def test_a_decode_is_shared_in_whole_tiles() -> None:

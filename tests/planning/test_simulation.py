@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.planning.simulation import simulate
-from dit_pipelining.planning.timeline import Workload
+from dit_pipelining.planning.timeline import ComponentCall, Workload
 
 
 def even(stages, **work):
@@ -101,7 +101,7 @@ def test_the_pipelines_own_code_runs_for_one_request_at_a_time():
 
 
 def test_encoding_and_decoding_occupy_their_ranks():
-    work = even(2, requests=2, steps=1, encode_seconds=3.0, encode_rank=0, decode_seconds=5.0, decode_rank=-1)
+    work = even(2, requests=2, steps=1, encodes=(ComponentCall(3.0, (0,)),), decodes=(ComponentCall(5.0, (-1,)),))
     timeline = simulate(work)
     kinds = {kind: [span for span in timeline.spans if span.kind == kind] for kind in ("encode", "decode")}
     assert {span.rank for span in kinds["encode"]} == {0}
@@ -109,10 +109,17 @@ def test_encoding_and_decoding_occupy_their_ranks():
     assert sum(span.seconds for span in timeline.spans_of(1)) == 2 * (1 + 5)
     # Both requests encode and run stage 0, the second runs stage 1, and then the two videos are decoded in turn.
     assert timeline.makespan == 2 * (3 + 1) + 1 + 2 * 5
-    assert simulate(replace(work, decode_rank=0)).spans_of(1)[-1].kind == "stage"
-    everywhere = simulate(replace(work, decode_rank=None))
+    assert simulate(replace(work, decodes=(ComponentCall(5.0, (0,)),))).spans_of(1)[-1].kind == "stage"
+    everywhere = simulate(replace(work, decodes=(ComponentCall(5.0),)))
     assert everywhere.makespan == timeline.makespan
     assert [span.kind for span in everywhere.spans_of(0)][-2:] == ["decode", "decode"]
+
+
+def test_encoders_on_several_ranks_run_one_after_the_other():
+    timeline = simulate(even(2, steps=1, encodes=(ComponentCall(3.0, (0,)), ComponentCall(2.0, (1, 0)))))
+    spans = [(span.rank, span.start, span.end) for span in timeline.spans if span.kind == "encode"]
+    assert spans == [(0, 0.0, 3.0), (0, 3.0, 5.0), (1, 3.0, 5.0)]
+    assert timeline.makespan == 5 + 2
 
 
 @given(

@@ -7,16 +7,14 @@ import pytest
 import transformers as tf
 from accelerate import init_empty_weights
 
+from dit_pipelining.config import ParallelConfig
 from dit_pipelining.costs.devices import find_device
 from dit_pipelining.errors import ConfigError
 from dit_pipelining.planning.beside import beside_preset
 from dit_pipelining.planning.components import components_of
-from dit_pipelining.planning.degrees import Degrees
 from dit_pipelining.planning.presets import preset, preset_names
 from dit_pipelining.planning.recipes import Size
-from dit_pipelining.planning.simulation import simulate
 from dit_pipelining.planning.text_encoders import SHAPES
-from dit_pipelining.planning.timeline import Workload
 from dit_pipelining.sharding.text_plans import text_plan
 
 GATED = dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False)
@@ -103,33 +101,38 @@ def test_facts_are_those_of_the_class_and_parts_are_even(model):
         assert share <= (1.05 if parts <= 8 else 1.2) * sum(sizes.values()) / parts
 
 
+def placed(name: str, parts: int, **sizes: int):
+    config = ParallelConfig(text_encoder_tp_size=parts, **sizes)
+    return components_of(beside_preset(preset(name)), Size(480, 832, 81), 2, H200).placed(config)
+
+
 def test_parts_of_encoders_take_their_share_of_memory_and_seconds():
-    flux, size = preset("flux.1-dev"), Size(1024, 1024, 1)
-    whole = components_of(beside_preset(flux), size, 2, H200, None)
-    halves = components_of(beside_preset(flux), size, 2, H200, None, encoder_parts=2)
-    assert [halves.encoder_bytes_at(place) for place in range(3)] == [whole.encoder_bytes // 2] * 2 + [0]
-    assert whole.encode_seconds / 2 < halves.encode_seconds < whole.encode_seconds
-    encoders = [own for own in halves.for_partitioner(50, Degrees(pipeline=2)) if own.name != "vae"]
-    assert [(own.rank, own.bytes) for own in encoders] == [(0, whole.encoder_bytes // 2), (1, whole.encoder_bytes // 2)]
+    whole, halves = (placed("flux.1-dev", parts, pipeline_parallel_size=3) for parts in (1, 2))
+    held = whole.held[0].encoders
+    assert [own.encoders for own in halves.held] == [held // 2, held // 2, 0]
+    for one, half in zip(whole.encodes, halves.encodes, strict=True):
+        assert (one.ranks, half.ranks) == ((0,), (0, 1))
+    seconds = sum(call.seconds for call in whole.encodes)
+    assert seconds / 2 < sum(call.seconds for call in halves.encodes) < seconds
 
 
-def test_an_encoder_of_images_stays_whole_on_the_first_rank():
+def test_parts_fill_the_ranks_of_a_stage_first():
+    """Three ranks have a part: both of the first stage, and one of the second."""
+    held = placed("hunyuandit-1.2", 4, pipeline_parallel_size=3, ulysses_degree=2).held
+    assert [own.encoders > 0 for own in held] == [True, True, False]
+
+
+def test_an_encoder_of_images_stays_whole():
     known = preset("wan2.1-i2v-14b-480p")
     images = [own["parameters"] for own in known.text_encoders if own["model"] not in SHAPES]
-    beside = components_of(beside_preset(known), Size(480, 832, 81), 2, H200, None, encoder_parts=2)
-    assert beside.encoder_bytes_at(0) - beside.encoder_bytes_at(1) == 2 * sum(images) > 0
+    first, second = placed("wan2.1-i2v-14b-480p", 2, pipeline_parallel_size=2).held
+    assert abs(first.encoders - second.encoders) == 2 * sum(images) > 0
 
 
-def test_sizes_that_do_not_divide_are_refused():
-    with pytest.raises(ConfigError, match=r"heads of flux\.1-dev's text encoder openai/clip.* work: 1, 2, 3, 4, 6, 12"):
-        components_of(beside_preset(preset("flux.1-dev")), Size(1024, 1024, 1), 2, H200, None, encoder_parts=8)
-    with pytest.raises(ConfigError, match="no text encoder"):
-        components_of(beside_preset(preset("dit-xl-2-256")), Size(256, 256, 1), 2, H200, None, encoder_parts=2)
-
-
-def test_ranks_with_parts_encode_together():
-    load = Workload(
-        stage_seconds=(1.0,) * 3, transfer_seconds=(0.0,) * 2, encode_seconds=2.0, encode_rank=0, encode_parts=2
-    )
-    spans = [span for span in simulate(load).spans if span.kind == "encode"]
-    assert [(span.rank, span.start, span.end) for span in spans] == [(0, 0.0, 2.0), (1, 0.0, 2.0)]
+def test_sizes_that_do_not_divide_are_refused_as_a_run_refuses_them():
+    with pytest.raises(
+        ConfigError, match=r"'text_encoder': 8 does not divide the 12 heads of .*/clip.* 1, 2, 3, 4, 6, 12"
+    ):
+        placed("flux.1-dev", 8, pipeline_parallel_size=8)
+    with pytest.raises(ConfigError, match="the text encoders of this pipeline that are not on every rank are none"):
+        placed("dit-xl-2-256", 2, pipeline_parallel_size=2)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dit_pipelining.cli.study import Question, study
-from dit_pipelining.planning.degrees import Degrees
+from dit_pipelining.config import ParallelConfig
 from tests.zoo import CASES
 
 
@@ -24,8 +24,7 @@ def picture(flux_config):
     """A small FLUX over three stages, with three requests of four steps."""
     question = Question(
         model=str(flux_config),
-        degrees=Degrees(pipeline=3),
-        device="rtx4090",
+        config=ParallelConfig(pipeline_parallel_size=3, ranks="rtx4090"),
         requests=3,
         steps=4,
         guidance="two-calls",
