@@ -18,11 +18,10 @@ from dit_pipelining.planning.presets import Preset, preset
 from dit_pipelining.planning.text_encoders import SHAPES, Encoder
 from dit_pipelining.planning.tiles import latents_of
 from dit_pipelining.planning.weightless import build_weightless, class_defaults
-from dit_pipelining.sharding.text_plans import is_text_encoder
 from dit_pipelining.sharding.tile_ranks import can_spread
-from dit_pipelining.weights.components import component_class
+from dit_pipelining.weights.components import component_class, components_in_folder
 from dit_pipelining.weights.pipelines import diffusers_class
-from dit_pipelining.weights.placement import kind_of
+from dit_pipelining.weights.placement import ComponentSize
 from dit_pipelining.weights.text_encoders import empty_text_encoder
 
 
@@ -44,26 +43,14 @@ class Decode:
 
 
 @dataclass(frozen=True)
-class Decoder:
-    """A VAE, or what else makes pixels or sound of latents.
-
-    Attributes:
-        parameters: that are loaded in the dtype that was asked for.
-        tiles: its tiles can be spread over ranks.
-    """
-
-    parameters: int
-    tiles: bool
-
-
-@dataclass(frozen=True)
 class Beside:
     """The components beside a pipeline's transformers.
 
     Attributes:
         name: of the model.
         encoders: of text and images.
-        decoders: by name of the component.
+        decoders: parameters of the VAE, and of what else makes pixels or sound of latents, by name of the component.
+        sizes: what a run that loads the folder places them by; no bytes where their files are not there.
         vae: its `class`, `config`, `latent_channels`, and pixels (`spatial`) and frames (`temporal`) per latent; None: there
             is none.
         decode: None: not known.
@@ -73,7 +60,8 @@ class Beside:
 
     name: str
     encoders: tuple[Encoder, ...] = ()
-    decoders: Mapping[str, Decoder] = field(default_factory=dict)
+    decoders: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, ComponentSize] = field(default_factory=dict)
     vae: Mapping[str, Any] | None = None
     decode: Decode | None = None
     tokens: int = 0
@@ -95,14 +83,18 @@ def beside_model(model: ModelSpec) -> Beside | None:
 
 def beside_preset(known: Preset) -> Beside:
     """What a preset says."""
-    texts, encoders = 0, []
+    encoders: list[Encoder] = []
+    sizes = {"vae": ComponentSize("decoder", 0, tiles=can_spread(diffusers_class(known.vae["class"])))}
+    names = (f"text_encoder{number}" for number in ("", *(f"_{n}" for n in range(2, len(known.text_encoders) + 1))))
     for own in known.text_encoders:
         is_text = own["model"] in SHAPES
-        texts += is_text
-        name = ("text_encoder" if texts == 1 else f"text_encoder_{texts}") if is_text else "image_encoder"
-        encoders.append(Encoder(name, own["parameters"], is_text=is_text, known_as=own["model"]))
-    vae = Decoder(known.vae["parameters"], can_spread(diffusers_class(known.vae["class"])))
-    return Beside(known.name, tuple(encoders), {"vae": vae}, known.vae, _published_decode(known), _tokens(known))
+        name = next(names) if is_text else "image_encoder"
+        encoders.append(Encoder(name, own["parameters"], known_as=own["model"]))
+        sizes[name] = ComponentSize("encoder", 0, text=is_text)
+    decoders = {"vae": known.vae["parameters"]}
+    return Beside(
+        known.name, tuple(encoders), decoders, sizes, known.vae, _published_decode(known), tokens=_tokens(known)
+    )
 
 
 @cache
@@ -112,30 +104,30 @@ def _in_folder(folder: Path, nearest: str | None) -> Beside:
     encoders: list[Encoder] = []
     missing: list[str] = []
     decoders = {}
-    for name, entry in read_json(folder / "model_index.json").items():
-        cls = component_class(*entry) if isinstance(entry, list) and len(entry) == 2 else None
-        kind = kind_of(cls) if cls is not None else None
-        if cls is None or kind is None:
-            continue
+    index = read_json(folder / "model_index.json")
+    sizes = components_in_folder(folder, index)
+    for name, size in list(sizes.items()):
+        cls = component_class(*index[name])
         if not (folder / name / "config.json").is_file():
             missing.append(name)
-        elif kind == "encoder":
+            del sizes[name]
+        elif size.kind == "encoder":
             encoders.append(_encoder(cls, folder / name))
         else:
-            decoders[name] = Decoder(_count(_built(cls, folder / name)), can_spread(cls))
+            decoders[name] = _count(_built(cls, folder / name))
     vae, decode = (None, None) if not (folder / "vae" / "config.json").is_file() else _vae(folder / "vae", known)
     tokens = _tokens(known) if known else 0
-    return Beside(str(folder), tuple(encoders), decoders, vae, decode, tokens, tuple(missing))
+    return Beside(str(folder), tuple(encoders), decoders, sizes, vae, decode, tokens, tuple(missing))
 
 
-def _encoder(cls: type, folder: Path) -> Encoder:
+def _encoder(cls: Any, folder: Path) -> Encoder:
     build = partial(_built, cls, folder)
     parameters, stored = 0, 0
     if read_json(folder / "config.json").get("quantization_config"):
         stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     else:
         parameters = _count(build())
-    return Encoder(folder.name, parameters, stored, is_text_encoder(cls), build=build)
+    return Encoder(folder.name, parameters, stored, build=build)
 
 
 def _vae(folder: Path, known: Preset | None) -> tuple[Mapping[str, Any], Decode | None]:

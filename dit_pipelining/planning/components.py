@@ -85,7 +85,8 @@ class Components:
     """The components of a pipeline beside its transformers, by name.
 
     Attributes:
-        sizes: what a run places them by, in the dtype that was asked for.
+        sizes: what a run places them by: their files where they are there, else what they hold.
+        held: bytes of their weights.
         seconds: of each for one request, on one rank; of a VAE without tiles.
         decode_bytes: of the VAE's activations at their fullest, while it decodes without tiling.
         encoders: those of text and images.
@@ -98,6 +99,7 @@ class Components:
     """
 
     sizes: Mapping[str, ComponentSize] = field(default_factory=dict)
+    held: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     decode_bytes: int = 0
     encoders: Mapping[str, Encoder] = field(default_factory=dict)
@@ -140,7 +142,7 @@ class Components:
 
         def weights(rank: int, kind: str) -> int:
             own = [name for name, size in self.sizes.items() if size.kind == kind and rank in holders[name]]
-            return sum(self.sizes[name].bytes // (number[name] if name in places.texts else 1) for name in own)
+            return sum(self.held[name] // (number[name] if name in places.texts else 1) for name in own)
 
         def call(name: str, seconds: float) -> ComponentCall:
             return ComponentCall(seconds, computing[name] if name in places.owners else None)
@@ -196,12 +198,13 @@ def components_of(
         topology: of the links between devices.
     """
     rate, bandwidth = device.usable_flops_per_second(itemsize), device.usable_memory_bytes_per_second
-    held = {own.name: own.parameters * itemsize + own.stored_bytes for own in known.encoders}
+    encoders = {own.name: own.parameters * itemsize + own.stored_bytes for own in known.encoders}
+    held = encoders | {name: parameters * itemsize for name, parameters in known.decoders.items()}
     seconds = {
         own.name: max(2 * own.parameters * known.tokens / rate, held[own.name] / bandwidth) for own in known.encoders
     }
     if measured is not None and measured.text_encode_seconds:
-        seconds = {name: measured.text_encode_seconds * own / sum(held.values()) for name, own in held.items()}
+        seconds = {name: measured.text_encode_seconds * own / sum(encoders.values()) for name, own in encoders.items()}
     decode, peak = 0.0, 0
     if size is not None and known.decode is not None:
         work, pixels, wider = known.decode, size.height * size.width * size.frames, itemsize / HALF_PRECISION_BYTES
@@ -210,12 +213,12 @@ def components_of(
         peak = round(work.peak_bytes * wider * scale)
         if measured is not None:
             decode = measured.vae_seconds(pixels)[1] or decode
-    sizes = {own.name: ComponentSize("encoder", held[own.name], text=own.is_text) for own in known.encoders}
-    sizes |= {
-        name: ComponentSize("decoder", own.parameters * itemsize, own.tiles) for name, own in known.decoders.items()
-    }
+    sizes = known.sizes
+    if not all(size.bytes for size in sizes.values()):
+        sizes = {name: replace(size, bytes=held[name]) for name, size in sizes.items()}
     return Components(
         sizes=sizes,
+        held=held,
         seconds=seconds | {"vae": decode},
         decode_bytes=peak,
         encoders={own.name: own for own in known.encoders},

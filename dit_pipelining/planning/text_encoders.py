@@ -34,7 +34,6 @@ class Encoder:
         name: of the component.
         parameters: that are loaded in the dtype that was asked for.
         stored_bytes: of weights that stay as they are stored, quantised.
-        is_text: it takes tokens.
         known_as: the name of the model in `SHAPES`, where the encoder is a preset's.
         build: makes it without weights, where its configuration is there.
     """
@@ -42,7 +41,6 @@ class Encoder:
     name: str
     parameters: int
     stored_bytes: int = 0
-    is_text: bool = False
     known_as: str = ""
     build: Callable[[], transformers.PreTrainedModel] | None = None
 

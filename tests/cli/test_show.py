@@ -13,6 +13,8 @@ from dit_pipelining.costs.measured import Measured, MeasuredProfile
 from dit_pipelining.planning.presets import preset
 from tests.zoo import CASES
 
+TINY_WAN = Path(__file__).parents[2] / "recipes" / "tiny_wan"
+
 
 def predicted(data):
     return data["transformers"][0]["predicted"]
@@ -208,15 +210,35 @@ def test_profile_says_in_one_line_that_inputs_do_not_fit(capsys, tiny, tmp_path)
 
 def test_a_local_pipelines_components_are_counted(show):
     """Against what lies in its files: they hold float32, and bfloat16 is asked for."""
-    folder = Path(__file__).parents[2] / "recipes" / "tiny_wan"
     stored = {
         name: sum(math.prod(tensor.shape) for tensor in load_file(file).values())
         for name in ("text_encoder", "vae")
-        for file in (folder / name).glob("*.safetensors")
+        for file in (TINY_WAN / name).glob("*.safetensors")
     }
-    first, last = show(folder, "--stages", 2)["ranks"]
+    first, last = show(TINY_WAN, "--stages", 2)["ranks"]
     assert (first["memory"]["encoders"], first["memory"]["vae"]) == (2 * stored["text_encoder"], 0)
     assert (last["memory"]["encoders"], last["memory"]["vae"]) == (0, 2 * stored["vae"])
+
+
+def test_tiles_of_the_vae_take_less_on_each_of_their_ranks(show):
+    load = (TINY_WAN, "--stages", 2, "--partition", "6,6", "--steps", 2)
+    alone, shared = show(*load), show(*load, "--vae-patch-parallel-size", 2)
+    held = alone["ranks"][1]["memory"]["vae"]
+    assert [rank["memory"]["vae"] for rank in shared["ranks"]] == [held, held]
+    assert predicted(shared)["decode_seconds"] < predicted(alone)["decode_seconds"]
+    assert [decode["ranks"] for decode in predicted(shared)["decodes"]] == [[1, 0]]
+    assert shared["ranks"][1]["memory"]["activations"] < alone["ranks"][1]["memory"]["activations"]
+
+
+def test_a_file_says_what_flags_leave_out(show, tmp_path, capsys):
+    file = tmp_path / "ranks.yaml"
+    file.write_text("{pipeline_parallel_size: 3, component_ranks: {vae: 0}, partition: [2, 2, 8]}")
+    data = show(TINY_WAN, "--stages", 2, "--partition", "4,8", "--config", file)
+    assert data["transformers"][0]["partition"] == [4, 8]
+    assert [rank["memory"]["vae"] > 0 for rank in data["ranks"]] == [True, False]
+    file.write_text("microbatches: 2")
+    assert main(["show", str(TINY_WAN), "--config", str(file)]) == 2
+    assert "microbatches=2 is not simulated; leave it out" in capsys.readouterr().err
 
 
 def test_ranks_that_share_stages_are_faster_and_hold_less(show, tiny):

@@ -44,10 +44,10 @@ def test_seconds_and_bytes_grow_with_the_size():
     large = components_of(beside_preset(known), Size(480, 832, 161), 2, H200, None)
     assert large.seconds["vae"] / small.seconds["vae"] == pytest.approx(161 / 81)
     assert large.decode_bytes / small.decode_bytes == pytest.approx(161 / 81)
-    assert large.sizes == small.sizes
-    assert small.sizes["text_encoder"].bytes == 2 * known.text_encoders[0]["parameters"]
+    assert large.held == small.held
+    assert small.held["text_encoder"] == 2 * known.text_encoders[0]["parameters"]
     single = components_of(beside_preset(known), Size(480, 832, 81), 4, H200, None)
-    assert single.sizes["vae"].bytes == 2 * small.sizes["vae"].bytes
+    assert single.held["vae"] == 2 * small.held["vae"]
     assert single.seconds["vae"] > 2 * small.seconds["vae"]
 
 
@@ -60,8 +60,8 @@ def test_the_partitioner_gets_their_share_of_a_call():
     first, last = beside.placed(config).for_partitioner(config, calls=50)
     assert (first.rank, last.rank) == (0, 1)
     assert last.seconds == beside.seconds["vae"] / 50
-    assert last.bytes == beside.sizes["vae"].bytes + beside.decode_bytes
-    assert first.bytes == sum(size.bytes for size in beside.sizes.values() if size.kind == "encoder")
+    assert last.bytes == beside.held["vae"] + beside.decode_bytes
+    assert first.bytes == sum(beside.held.values()) - beside.held["vae"]
 
 
 def test_components_on_every_rank_are_held_and_run_by_each():
@@ -76,5 +76,5 @@ def test_ranks_that_share_tiles_hold_the_vae_and_decode_together():
     """Those before the last rank help it."""
     beside = flux()
     shared = beside.placed(ParallelConfig(pipeline_parallel_size=2, cfg_parallel_size=2, vae_patch_parallel_size=3))
-    assert [own.vae // beside.sizes["vae"].bytes for own in shared.held] == [0, 1, 1, 1]
+    assert [own.vae // beside.held["vae"] for own in shared.held] == [0, 1, 1, 1]
     assert [call.ranks for call in shared.decodes] == [(3, 2, 1)]

@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_components_lie_on_the_first_and_the_last_stage() -> None:
     sizes = {"text_encoder": ComponentSize("encoder", 1000), "vae": ComponentSize("decoder", 500)}
-    beside = Components(sizes, {"text_encoder": 3.0, "vae": 5.0}, decode_bytes=100)
+    beside = Components(sizes, {"text_encoder": 1000, "vae": 500}, {"text_encoder": 3.0, "vae": 5.0}, decode_bytes=100)
     found = {way.degrees: way for way in search(replace(WORK, beside=beside), 2, DEVICE).ways}
     assert found[Degrees(data=2)].memory_bytes == 400 + 40 + 1600
     assert found[Degrees(data=2)].latency == pytest.approx(2 * 4 * 8.0 + 3 + 5)
@@ -143,7 +143,12 @@ def test_components_lie_on_the_first_and_the_last_stage() -> None:
 
 
 TILED = Components(
-    {"vae": ComponentSize("decoder", 500, tiles=True)}, {"vae": 6.0}, decode_bytes=100, latents=60, tiles=((20,) * 4,)
+    {"vae": ComponentSize("decoder", 500, tiles=True)},
+    {"vae": 500},
+    {"vae": 6.0},
+    decode_bytes=100,
+    latents=60,
+    tiles=((20,) * 4,),
 )
 
 
