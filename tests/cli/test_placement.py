@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from dit_pipelining.api import ParallelConfig, load_pipeline
+from dit_pipelining.cli.capturing import once_each
 from dit_pipelining.cli.study import Question, study
 from dit_pipelining.planning.models import SizeRequest
 from tests import checkpoints
@@ -50,9 +51,10 @@ def test_every_rank_holds_what_is_shown(ranks: RankPool, tmp_path: Path) -> None
     folders = {"wan": TINY_WAN, "sd3": checkpoints.sd3(tmp_path / "sd3")}
     jobs = [(folders[name], config) for name, configs in CONFIGS.items() for config in configs]
     every = ranks.run(4, held, jobs)
+    capture = once_each()
     for job, (folder, fields) in enumerate(jobs):
         config = ParallelConfig(**fields)
-        shown = study(Question(model=str(folder), config=config, size=SMALL, dtype="float32"))
+        shown = study(Question(model=str(folder), config=config, size=SMALL, dtype="float32"), capture)
         inside = shown.degrees.inside
         for place, memory in enumerate(shown.memory):
             of_place = [own[job] for own in every[place * inside : (place + 1) * inside]]
