@@ -9,8 +9,6 @@ import torch
 
 from dit_pipelining.api import ParallelConfig, parallelize
 from dit_pipelining.cli.study import Question, study
-from dit_pipelining.config import DIMENSIONS
-from dit_pipelining.planning.degrees import Degrees
 from dit_pipelining.runtime.attach import EXECUTOR
 from partitioners import RankSpec
 from tests.distributed import RankPool
@@ -53,16 +51,7 @@ def shown(folder: Path, layout: dict[str, Any]) -> tuple[tuple[int, ...], list[f
         for name, value in build_inputs(CASES["FluxTransformer"]).items()
     }
     inputs.write_text(json.dumps(described))
-    sizes = {dimension: getattr(config, field) for dimension, field in DIMENSIONS.items()}
-    question = Question(
-        model=str(file),
-        degrees=Degrees(**sizes, shards=config.hsdp_shard_size or 1),
-        inputs=inputs,
-        dtype="float32",
-        ranks=layout["ranks"],
-        steps=2,
-    )
-    picture = study(question)
+    picture = study(Question(model=str(file), config=config, inputs=inputs, dtype="float32", steps=2))
     return picture.reports[0].partition, list(picture.timelines[0].workload.stage_seconds)
 
 
