@@ -9,8 +9,8 @@ from torch import nn
 from dit_pipelining.cli.capturing import once_each
 from dit_pipelining.cli.study import Question, study
 from dit_pipelining.comm.layout import Layout
+from dit_pipelining.config import ParallelConfig
 from dit_pipelining.costs.together import Others, others_of, with_others
-from dit_pipelining.planning.degrees import Degrees
 from dit_pipelining.weights.empty import empty_model
 from partitioners import BlockCost, DoesNotFitError, ModelCosts
 from tests.zoo import CASES
@@ -45,10 +45,15 @@ def test_the_rest_is_shared_inside_stages_too() -> None:
 
 def test_two_experts_are_shown_where_both_fit() -> None:
     capture = once_each()
-    question = Question(model="wan2.2-t2v-a14b", degrees=Degrees(pipeline=2), ranks="80GB,32GB", steps=1)
+    question = Question(
+        model="wan2.2-t2v-a14b", config=ParallelConfig(pipeline_parallel_size=2, ranks="80GB,32GB"), steps=1
+    )
     picture = study(question, capture)
     first, second = picture.reports[0].partition
     assert first > second
     assert not any(picture.shortfalls)
     with pytest.raises(DoesNotFitError):
-        study(Question(model="wan2.2-t2v-a14b", degrees=Degrees(pipeline=2), ranks="40GB", steps=1), capture)
+        study(
+            Question(model="wan2.2-t2v-a14b", config=ParallelConfig(pipeline_parallel_size=2, ranks="40GB"), steps=1),
+            capture,
+        )
