@@ -17,7 +17,7 @@ from dit_pipelining.comm.processes import launch
 from dit_pipelining.config import ParallelConfig
 from dit_pipelining.config_checks import check_partitioner, check_positive, early_counts_check
 from dit_pipelining.config_names import sources_named
-from dit_pipelining.config_sources import load_config
+from dit_pipelining.config_sources import load_config, refuse_no_config
 from dit_pipelining.costs.machine import RankChoice, machine
 from dit_pipelining.costs.plan import plan_cut
 from dit_pipelining.costs.timing import TimingChoice
@@ -34,6 +34,8 @@ from dit_pipelining.stream.session import VideoStream
 from dit_pipelining.stream.spec import StreamSpec
 from dit_pipelining.weights.pipelines import (
     DtypeChoice,
+    check_load_arguments,
+    refuse_no_pipeline,
     refuse_other_models,
     transformers_of,
 )
@@ -103,6 +105,8 @@ def split_model(
     check_positive("num_stages", num_stages)
     check_partitioner(partitioner)
     early_counts_check(counts, num_stages, f"counts={counts!r}")
+    if not isinstance(components, Sequence) or not all(isinstance(own, Component) for own in components):
+        raise ConfigError(f"components={components!r}: expected Components, such as [Component('vae', bytes=2**28)].")
     if not isinstance(example_inputs, Mapping):
         raise InputError(
             f"example_inputs is a {type(example_inputs).__name__}; give the keyword arguments of one call as a dict."
@@ -156,12 +160,14 @@ def load_pipeline(
         PartitionError: more stages than blocks, or a partition that cannot be.
         RemoteRankError: loading failed on another rank, or a rank did not arrive within `timeout_seconds`; names it.
     """
-    config = config or ParallelConfig()
+    config = ParallelConfig() if config is None else config
     if dtype is not None and torch_dtype is not None:
         raise ConfigError(
             f"dtype={dtype} and torch_dtype={torch_dtype} are two names of one argument; give one of them."
         )
     dtype = torch_dtype if dtype is None else dtype
+    refuse_no_config(config)
+    check_load_arguments(source, pipeline_class, dtype)
     refuse_preset(source)
     with sources_named(config.told), Launch(config) as launch:
         try:
@@ -190,6 +196,8 @@ def parallelize(pipeline: Any, config: ParallelConfig) -> Any:
     Raises:
         WorldSizeError, ConfigError, NotATransformerError, PartitionError, RemoteRankError: as in `load_pipeline`.
     """
+    refuse_no_config(config)
+    refuse_no_pipeline(pipeline)
     with sources_named(config.told), Launch(config) as launch:
         if config.world_size == 1:
             if says_something(config):
@@ -230,10 +238,11 @@ def generate(
         returned.
 
     Raises:
-        InputError: a request is no dict, or the ranks were given different requests.
+        InputError: `requests` is no list of dicts, or the ranks were given different requests.
         ConfigError: `max_in_flight` is no positive integer.
         RemoteRankError: another rank failed first; names it and the cause.
     """
+    refuse_no_pipeline(pipeline)
     return run_requests(pipeline, requests, max_in_flight, on_output)
 
 
@@ -260,6 +269,7 @@ def serve(pipeline: Any, *, max_in_flight: int | None = None, max_waiting: int =
     Raises:
         ConfigError: a number is no positive integer.
     """
+    refuse_no_pipeline(pipeline)
     for name, number in (("max_in_flight", max_in_flight), ("max_waiting", max_waiting)):
         if number is not None:
             check_positive(name, number)
@@ -305,4 +315,5 @@ def open_stream(
     Raises:
         InputError, ConfigError: the pipeline cannot stream, or the sizes do not fit it; says why.
     """
+    refuse_no_pipeline(pipeline)
     return VideoStream(pipeline, spec or StreamSpec(), height=height, width=width, prompt=prompt, **options)

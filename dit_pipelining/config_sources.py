@@ -91,6 +91,8 @@ def load_config(
             setting by its key, value and file (or variable).
         CountsError: a partition holds something else than one number of blocks per stage.
     """
+    if not isinstance(path, str | Path | None):
+        raise ConfigError(f"expected the path of a YAML file, got {path!r}.")
     sources = [_Source("", defaults or {}, {})]
     if path is not None:
         sources.append(_read_file(Path(path)))
@@ -116,6 +118,19 @@ def load_config(
     with sources_named(named):
         counted = _counted(merged, environment)
     return ParallelConfig(**counted, told=named)
+
+
+def refuse_no_config(config: object) -> None:
+    """Refuse what somebody could pass in place of a configuration.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(config, ParallelConfig):
+        raise ConfigError(
+            f"expected a ParallelConfig, got {config!r}. Make one of fields, ParallelConfig(pipeline_parallel_size=2), or of a "
+            "file, load_config('config.yaml')."
+        )
 
 
 def _counted(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from partitioners.errors import (
     InvalidCostError,
     NegativeCountError,
     NoCountsError,
+    NotAPartitionError,
     PartitionError,
     TooManyStagesError,
     UnknownPartitionerError,
@@ -50,6 +51,7 @@ __all__ = [
     "ModelCosts",
     "NegativeCountError",
     "NoCountsError",
+    "NotAPartitionError",
     "Partition",
     "PartitionError",
     "Partitioner",
@@ -95,6 +97,7 @@ def resolve_partition(
     Raises:
         UnknownPartitionerError: If there is no such name, even where something else decides.
         CountsError: If explicit counts do not match the model and the ranks, or a custom partitioner's do not.
+        NotAPartitionError: If a custom partitioner returns something else than a Partition.
         PartitionError: What the partitioner raises.
     """
     if isinstance(partitioner, str):
@@ -108,5 +111,7 @@ def resolve_partition(
     elif (from_environment := counts_from_environment(environment)) is not None:
         decide = explicit(from_environment, source=ENVIRONMENT)
     partition = decide(costs, ranks)
+    if not isinstance(partition, Partition):
+        raise NotAPartitionError(source, partition)
     partition.check(costs, ranks, source=source)
     return partition

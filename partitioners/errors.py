@@ -68,6 +68,18 @@ class UnknownPartitionerError(PartitionError):
         )
 
 
+class NotAPartitionError(PartitionError):
+    """A partitioner returned something else than a `Partition`."""
+
+    def __init__(self, source: str, returned: object) -> None:
+        super().__init__(source, returned)
+        self.source = source
+        self.returned = returned
+
+    def __str__(self) -> str:
+        return f"{self.source} returned {self.returned!r}; return a Partition, such as Partition((8, 12, 12, 8))"
+
+
 class CountsError(PartitionError):
     """Block counts per stage are wrong.
 

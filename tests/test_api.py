@@ -14,7 +14,18 @@ from diffusers import AutoencoderKL, AutoencoderKLWan, DiffusionPipeline, UNet2D
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from dit_pipelining.api import ParallelConfig, load_pipeline, parallelize, split_model
+from dit_pipelining.api import (
+    ParallelConfig,
+    StreamSpec,
+    generate,
+    launch,
+    load_config,
+    load_pipeline,
+    open_stream,
+    parallelize,
+    serve,
+    split_model,
+)
 from dit_pipelining.capture import capturing
 from dit_pipelining.costs.measured import Measured, MeasuredProfile
 from dit_pipelining.errors import (
@@ -35,6 +46,7 @@ from partitioners import (
     CountsNotIntegersError,
     DoesNotFitError,
     NegativeCountError,
+    NotAPartitionError,
     RankSpec,
     TooManyStagesError,
     WrongNumberOfCountsError,
@@ -203,6 +215,10 @@ def test_a_number_of_stages_that_is_no_positive_integer_is_refused(num_stages: A
         (dict(counts="1,1,2"), WrongNumberOfCountsError, "there are 3 of them; expected 2"),
         (dict(counts=[5, -1]), NegativeCountError, "-1 is negative"),
         (dict(blocks=["layers"]), BlocksNotFoundError, "no submodule 'layers'"),
+        (dict(blocks=[]), BlocksNotFoundError, r"blocks=\[\] names no blocks"),
+        (dict(topology="ring"), ConfigError, "topology='ring': expected one of auto, nvlink"),
+        (dict(components=["vae"]), ConfigError, r"components=\['vae'\]: expected Components"),
+        (dict(components=3), ConfigError, "components=3: expected Components"),
     ],
 )
 def test_a_wrong_argument_is_refused_before_the_capture(changes: Any, error: type[Exception], message: str) -> None:
@@ -231,6 +247,79 @@ def test_a_wrong_sum_in_the_environment_names_the_variable(monkeypatch: pytest.M
     model, inputs = wan()
     with pytest.raises(WrongSumError, match=VARIABLE):
         split_model(model, 2, inputs)
+
+
+def test_what_a_split_does_not_have_is_refused() -> None:
+    model, inputs = wan()
+    with pytest.raises(NotAPartitionError, match=r"the partitioner '<lambda>' returned \[1, 3\]; return a Partition"):
+        split_model(model, 2, inputs, partitioner=lambda costs, ranks: [1, 3])  # type: ignore[arg-type, return-value]
+    split = split_model(model, 2, inputs)
+    for index in (2, -1, "0", 0.0, None):
+        with pytest.raises(ConfigError, match=f"there is no stage {index!r}; this split has stages 0 to 1"):
+            split.pipeline_stage(index, "cpu")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="there is no stage 7"):
+        split.compile(stages=[7])
+    with pytest.raises(ConfigError, match="mode='whole': expected one of blocks, blocks-cudagraphs"):
+        split.compile("whole")
+    with pytest.raises(InputError, match="missing a required argument: 'hidden_states'"):
+        split.kwargs_chunk_spec({})
+
+
+# ---- what somebody could pass in place of something else -----------------------------------------------------------
+
+CALLS: dict[str, tuple[Any, type[Exception], str]] = {
+    "a model as a pipeline": (
+        lambda p, f: parallelize(p.transformer, ParallelConfig()),
+        NotATransformerError,
+        "got Wan",
+    ),
+    "a path as a pipeline": (lambda p, f: parallelize("wan", ParallelConfig()), NotATransformerError, "got str"),
+    "a class as a pipeline": (
+        lambda p, f: parallelize(type(p), ParallelConfig()),
+        NotATransformerError,
+        "the class Wan",
+    ),
+    "no pipeline to generate": (lambda p, f: generate(None, []), NotATransformerError, "got NoneType"),
+    "no pipeline to serve": (lambda p, f: serve(None).__enter__(), NotATransformerError, "got NoneType"),
+    "no pipeline to stream": (
+        lambda p, f: open_stream(None, height=16, width=16, prompt="a"),
+        NotATransformerError,
+        "got NoneType",
+    ),
+    "no configuration": (lambda p, f: parallelize(p, None), ConfigError, "a ParallelConfig, got None"),
+    "a dict as a configuration": (
+        lambda p, f: load_pipeline(f, {"ranks": "24GB"}),
+        ConfigError,
+        "got {'ranks': '24GB'}",
+    ),
+    "a path as a configuration": (lambda p, f: parallelize(p, "a.yaml"), ConfigError, r"load_config\('config.yaml'\)"),
+    "a number as a file": (lambda p, f: load_config(3), ConfigError, "path of a YAML file, got 3"),
+    "a pipeline as a folder": (lambda p, f: load_pipeline(p), ModelNotFoundError, "hub id, got WanPipeline"),
+    "a name as a class": (
+        lambda p, f: load_pipeline(f, pipeline_class="WanPipeline"),
+        ConfigError,
+        "pipeline_class='WanPipeline': expected a class",
+    ),
+    "another class": (lambda p, f: load_pipeline(f, pipeline_class=str), ConfigError, "pipeline_class=<class 'str'>"),
+    "a name as a dtype": (lambda p, f: load_pipeline(f, dtype="bfloat16"), ConfigError, "dtype='bfloat16': expected"),
+    "a name among dtypes": (lambda p, f: load_pipeline(f, dtype={"vae": "half"}), ConfigError, "expected a dtype"),
+    "a number of requests": (lambda p, f: generate(p, 3), InputError, "requests is int: expected a list of dicts"),
+    "one request": (lambda p, f: generate(p, {"prompt": "a"}), InputError, "requests is dict: expected a list"),
+    "a number as a function": (
+        lambda p, f: generate(p, [], on_output=3),
+        InputError,
+        "on_output=3: expected a function",
+    ),
+    "no function to launch": (lambda p, f: launch(None, nproc=2), ConfigError, "a function to launch, got None"),
+    "a number as levels": (lambda p, f: StreamSpec(levels=3), ConfigError, "levels=3: expected falling numbers"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_something_else_in_its_place_is_refused_with_what_to_give(folder: Path, name: str) -> None:
+    call, error, message = CALLS[name]
+    with pytest.raises(error, match=message):
+        call(DiffusionPipeline.from_pretrained(folder), folder)
 
 
 # ---- load_pipeline and parallelize ---------------------------------------------------------------------------------

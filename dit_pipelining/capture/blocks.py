@@ -63,6 +63,8 @@ def _chosen(model: nn.Module, blocks: Sequence[str]) -> list[str]:
             raise BlocksNotFoundError(
                 f"blocks={blocks!r}: {name!r} lies inside another chosen block. Keep one of them."
             )
+    if not names:
+        raise BlocksNotFoundError(f"blocks={blocks!r} names no blocks. Leave it out to have them found.")
     return list(dict.fromkeys(names))
 
 

@@ -38,6 +38,8 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int, start_method: s
         RemoteRankError: a rank failed; with its message and traceback.
     """
     check_positive("nproc", nproc)
+    if not callable(function):
+        raise ConfigError(f"expected a function to launch, got {function!r}.")
     if torch.distributed.is_initialized():
         raise ConfigError(
             "launch was called by a process that is a rank of a launch already; call the function itself."

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dit_pipelining.config import ParallelConfig
+from dit_pipelining.config import TOPOLOGIES, ParallelConfig
 from dit_pipelining.costs.devices import (
     DEFAULT_DEVICE,
     DEVICES,
@@ -98,6 +98,8 @@ def machine(
         ConfigError: something is not described like this, or there is not one description per rank.
     """
     timing = find_timing(profile)
+    if topology not in TOPOLOGIES:
+        raise ConfigError(f"topology={topology!r}: expected one of {', '.join(TOPOLOGIES)}.")
     entries = ranks.split(",") if isinstance(ranks, str) else ranks
     if entries is None:
         return Machine((Rank(),) * num_stages, timing, topology)

@@ -24,6 +24,8 @@ from dit_pipelining.lowering.stage import StageModule
 from dit_pipelining.torch_internals import chunked, tree_map
 from partitioners import Partition
 
+COMPILE_MODES = ("blocks", "blocks-cudagraphs")
+
 
 class SplitModel:
     """A model cut into pipeline stages.
@@ -86,7 +88,14 @@ class SplitModel:
         Args:
             mode: `"blocks"`, or `"blocks-cudagraphs"`, which also replays a stage's work for one signature as a CUDA graph.
             stages: which. Default: all.
+
+        Raises:
+            ConfigError: there is no such mode or stage.
         """
+        if mode not in COMPILE_MODES:
+            raise ConfigError(f"mode={mode!r}: expected one of {', '.join(COMPILE_MODES)}.")
+        for index in stages or ():
+            self._check_stage(index)
         for index in range(self.num_stages) if stages is None else stages:
             self.stages[index].compile(mode)
 
@@ -175,7 +184,7 @@ class SplitModel:
         Tensors whose first dimension is the batch, that of the latents, are cut along it; all others (FLUX's position
         ids) go to every microbatch whole.
         """
-        size = inputs[self.graph.main_input].shape[0]
+        size = bind(self._forward, (), inputs)[self.graph.main_input].shape[0]
 
         def spec(value: Any) -> Any:
             return (
@@ -203,8 +212,7 @@ class SplitModel:
         Raises:
             ConfigError: there is no such stage.
         """
-        if not 0 <= stage_index < self.num_stages:
-            raise ConfigError(f"there is no stage {stage_index}; this split has stages 0 to {self.num_stages - 1}.")
+        self._check_stage(stage_index)
         stage = self.stages[stage_index]
         received, sent = stage.wire_metadata(self.graph)
         return PipelineStage(
@@ -216,6 +224,10 @@ class SplitModel:
             output_args=sent,
             group=group,
         )
+
+    def _check_stage(self, index: object) -> None:
+        if not isinstance(index, int) or not 0 <= index < self.num_stages:
+            raise ConfigError(f"there is no stage {index!r}; this split has stages 0 to {self.num_stages - 1}.")
 
 
 def unused_tensors(model: nn.Module, graph: BlockGraph, blocks: Sequence[str]) -> frozenset[str]:

@@ -30,6 +30,13 @@ def run_requests(
     Every request runs the pipeline's own code on a shallow copy of the pipeline with schedulers and guiders of its own. On
     a pipeline that is not spread over ranks they run one after the other.
     """
+    if not isinstance(requests, Sequence) or isinstance(requests, str):
+        raise InputError(
+            f"requests is {type(requests).__name__}: expected a list of dicts of the pipeline's arguments, for example "
+            "[dict(prompt='a cat'), dict(prompt='a dog')]."
+        )
+    if on_output is not None and not callable(on_output):
+        raise InputError(f"on_output={on_output!r}: expected a function of the number and the output of a request.")
     rolling = rolling_of(pipeline)
     if rolling is None:
         return _run(pipeline, None, requests, range(len(requests)), max_in_flight, on_output)

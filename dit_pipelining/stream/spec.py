@@ -1,7 +1,7 @@
 """StreamSpec: how a stream is denoised, and what a chunk may see of earlier ones."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -47,6 +47,8 @@ class StreamSpec:
     guidance_scale: float = 1.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.levels, Iterable):
+            raise ConfigError(f"levels={self.levels!r}: expected falling numbers, such as (1.0, 0.6).")
         object.__setattr__(self, "levels", tuple(self.levels))
         check_positive("frames_per_chunk", self.frames_per_chunk)
         check_positive("streams", self.streams)

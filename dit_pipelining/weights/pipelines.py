@@ -132,6 +132,42 @@ def refuse_other_models(model: Any) -> None:
         )
 
 
+def refuse_no_pipeline(pipeline: Any) -> None:
+    """Refuse what somebody could pass in place of a pipeline.
+
+    Raises:
+        NotATransformerError: it has no components: a model, a path, a class.
+    """
+    if not isinstance(getattr(pipeline, "components", None), dict):
+        kind = f"the class {pipeline.__name__}" if isinstance(pipeline, type) else type(pipeline).__name__
+        raise NotATransformerError(
+            f"expected a diffusers pipeline, got {kind}. To load one from a folder use load_pipeline, to split a model alone "
+            "split_model."
+        )
+
+
+def check_load_arguments(source: object, pipeline_class: object, dtype: object) -> None:
+    """Check the types of what a pipeline is loaded from and as.
+
+    Raises:
+        ModelNotFoundError: `source` is no path and no hub id.
+        ConfigError: `pipeline_class` is no class of pipelines, or `dtype` not one dtype or dtypes by component.
+    """
+    if not isinstance(source, str | Path):
+        raise ModelNotFoundError(f"expected a pipeline's folder or hub id, got {type(source).__name__}.")
+    if not (isinstance(pipeline_class, type) and hasattr(pipeline_class, "from_pretrained")):
+        raise ConfigError(
+            f"pipeline_class={pipeline_class!r}: expected a class, such as diffusers.FluxPipeline. Leave it out for the one "
+            "that the folder names."
+        )
+    given = list(dtype.values()) if isinstance(dtype, Mapping) else [dtype]
+    if not all(own is None or isinstance(own, torch.dtype) for own in given):
+        raise ConfigError(
+            f"dtype={dtype!r}: expected a dtype, such as torch.bfloat16, or dtypes by component, such as "
+            '{"transformer": torch.bfloat16, "default": torch.float32}.'
+        )
+
+
 def transformer_classes(index: Mapping[str, Any]) -> dict[str, type]:
     """The classes of a pipeline's diffusion transformers, by component name: what is split.
 
@@ -292,12 +328,8 @@ def transformers_of(pipeline: Any) -> dict[str, nn.Module]:
         NotATransformerError: there are none.
         ConfigError: one is compiled whole.
     """
-    components = getattr(pipeline, "components", None)
-    if not isinstance(components, dict):
-        kind = pipeline.__name__ if isinstance(pipeline, type) else type(pipeline).__name__
-        raise NotATransformerError(
-            f"expected a diffusers pipeline, got {kind}. To split a model alone use split_model."
-        )
+    refuse_no_pipeline(pipeline)
+    components = pipeline.components
     refuse_compiled_whole(components)
     found = {name: component for name, component in components.items() if is_transformer(type(component))}
     if not found:

@@ -354,8 +354,9 @@ def test_of_fifty_requests_at_random_times_each_gives_what_it_gives_alone_and_le
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, "2"])
-def test_a_limit_that_is_no_positive_integer_is_refused(number: Any) -> None:
-    with pytest.raises(ConfigError, match="max_in_flight"), serve(object(), max_in_flight=number):
+def test_a_limit_that_is_no_positive_integer_is_refused(wan: Path, number: Any) -> None:
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(wan)
+    with pytest.raises(ConfigError, match="max_in_flight"), serve(pipeline, max_in_flight=number):
         pass
     with pytest.raises(ConfigError, match="max_in_flight"):
-        generate(object(), [{}], max_in_flight=number)
+        generate(pipeline, [{}], max_in_flight=number)
