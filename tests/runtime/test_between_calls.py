@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 
@@ -31,9 +32,13 @@ def loaded(folder: Path, layout: str | None) -> Any:
     return pipeline
 
 
-def paint(pipeline: Any, **changes: Any) -> torch.Tensor:
+def request(**changes: Any) -> dict[str, Any]:
     options = dict(height=8, width=8, max_sequence_length=16, num_inference_steps=2, output_type="latent")
-    images: torch.Tensor = pipeline("a red cat", generator=torch.Generator().manual_seed(7), **options | changes).images
+    return dict(prompt="a red cat", generator=torch.Generator().manual_seed(7)) | options | changes
+
+
+def paint(pipeline: Any, **changes: Any) -> torch.Tensor:
+    images: torch.Tensor = pipeline(**request(**changes)).images
     return images
 
 
@@ -155,7 +160,41 @@ def with_other_parts(folder: Path, layout: str | None) -> Seen:
     return seen
 
 
+def with_other_arguments(folder: Path, layout: str | None) -> Seen:
+    pipeline = loaded(folder, layout)
+    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+    latents = torch.randn(1, 16, 4, generator=torch.Generator().manual_seed(3))
+
+    def guide(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        pipe._guidance_scale = 9.0  # which Flux has read before its loop
+        return {"latents": values["latents"].double().float() + 0.1}
+
+    calls: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "sigmas": dict(sigmas=[1.0, 0.7, 0.2]),
+        "one step": dict(num_inference_steps=1),
+        "images of a prompt": dict(num_images_per_prompt=2, generator=generators),
+        "prompts": dict(prompt=["a red cat", "blue"]),
+        "no generator": dict(generator=None),
+        "a short text": dict(max_sequence_length=4),
+        "latents": dict(latents=latents),
+        "latents of another dtype": dict(latents=latents.bfloat16()),
+        "guidance": dict(guidance_scale=torch.tensor(7.0)),
+        "a callback": dict(callback_on_step_end=guide),
+    }
+    torch.manual_seed(5)
+    seen = {name: paint(pipeline, **changes) for name, changes in calls.items()}
+    for kind in ("pt", "np", "pil"):
+        [image] = pipeline(**request(output_type=kind), return_dict=False)[0]
+        seen[kind] = torch.as_tensor(np.array(image))
+    for wrong in (dict(generator=generators * 2), dict(height=-8), dict(max_sequence_length=5000)):
+        with pytest.raises((ValueError, RuntimeError)):
+            paint(pipeline, **wrong)
+    return seen
+
+
 SESSIONS = {
+    "arguments": ("flux", with_other_arguments),
     "callbacks": ("wan", with_callbacks),
     "schedulers": ("wan", with_other_schedulers),
     "parts": ("flux", with_other_parts),
