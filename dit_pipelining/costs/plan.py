@@ -85,8 +85,7 @@ def plan_cut(
     """
     costs = with_others(rank_costs(graph, model, machine, layout, shards, blocks), others)
     costs = replace(costs, components=tuple(components))
-    buffers = buffer_bytes(costs, len(machine.ranks))
-    ranks = [_with_buffers(_rank_spec(rank, machine, graph, model), buffers) for rank in machine.ranks]
+    ranks = with_buffers(costs, [_rank_spec(rank, machine, graph, model) for rank in machine.ranks])
     if partitioner == "vae-aware" and counts is None and counts_from_environment(environment) is None:
         placement = place(costs, ranks)
         return CutPlan(placement.partition, costs, placement.ranks, placement.owners)
@@ -96,13 +95,20 @@ def plan_cut(
     return CutPlan(partition, costs, tuple(with_components(ranks, components, owners)), owners)
 
 
-def buffer_bytes(costs: ModelCosts, num_stages: int) -> int:
-    """What a stage that receives and sends has beside its activations, at the widest boundary: slots of links and a copy."""
-    return (2 * SLOTS + 1) * max(cost.boundary_bytes for cost in costs.blocks) if num_stages > 1 else 0
+def with_buffers(costs: ModelCosts, ranks: Sequence[RankSpec]) -> list[RankSpec]:
+    """The ranks with what they have for transfers beside their activations, at the widest boundary.
 
-
-def _with_buffers(rank: RankSpec, buffers: int) -> RankSpec:
-    return replace(rank, fixed_bytes=rank.fixed_bytes + buffers)
+    That is slots for what is received, on every rank; copies of what waits to be sent; and the stage's own copy of what
+    arrived.
+    """
+    widest, last = max(cost.boundary_bytes for cost in costs.blocks), len(ranks) - 1
+    if last == 0:
+        return list(ranks)
+    copies = [SLOTS + (SLOTS if stage < last else 0) + (1 if stage else 0) for stage in range(len(ranks))]
+    return [
+        replace(rank, fixed_bytes=rank.fixed_bytes + number * widest)
+        for rank, number in zip(ranks, copies, strict=True)
+    ]
 
 
 def _rank_spec(rank: Rank, machine: Machine, graph: BlockGraph, model: nn.Module) -> RankSpec:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from dit_pipelining.costs.devices import DeviceProfile, Link
 from dit_pipelining.costs.inside import BlockWork, shared_inside
-from dit_pipelining.costs.plan import buffer_bytes
+from dit_pipelining.costs.plan import with_buffers
 from dit_pipelining.costs.together import Others, with_others
 from dit_pipelining.planning.degrees import Degrees, every_way, problem_of
 from dit_pipelining.planning.forecast import result_seconds, transfer_seconds
@@ -123,16 +123,16 @@ def _way(work: ModelWork, degrees: Degrees, device: DeviceProfile, link: Link) -
     costs = sharded_costs(work, degrees, link)
     config, stages = degrees.config(), degrees.pipeline
     beside = work.beside.placed(config)
-    buffers = buffer_bytes(costs, stages)
     ranks = [
         RankSpec(
             memory_bytes=device.usable_bytes,
-            fixed_bytes=own.bytes + buffers,
+            fixed_bytes=own.bytes,
             link_bytes_per_second=link.usable_bytes_per_second,
             link_latency_seconds=link.latency_seconds,
         )
         for own in beside.for_partitioner(config, work.steps * work.calls)
     ]
+    ranks = with_buffers(costs, ranks)
     partition = balanced(costs, ranks)
     line = stages * degrees.cfg
     samples = _samples(work, degrees)

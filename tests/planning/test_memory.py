@@ -8,11 +8,13 @@ import torch
 from dit_pipelining.api import split_model
 from dit_pipelining.capture.blocks import find_blocks
 from dit_pipelining.capture.nodes import value_bytes
+from dit_pipelining.costs.plan import with_buffers
 from dit_pipelining.planning.components import NOTHING, HeldBeside, Placed
 from dit_pipelining.planning.degrees import Degrees
 from dit_pipelining.planning.memory import rank_memory
 from dit_pipelining.planning.timeline import Workload
 from dit_pipelining.sharding.tensor_plans import tensor_plan
+from partitioners import RankSpec
 from tests.zoo import CASES
 from tests.zoo.case import build_inputs, build_model
 
@@ -69,6 +71,15 @@ def test_buffers_are_slots_on_every_rank_and_copies_of_what_arrives_and_of_what_
     assert [rank.buffers - slots for rank in ranks] == [2 * crossing[0], crossing[0] + 2 * crossing[1], crossing[1]]
     gpipe = rank_memory([(split, 1)], workload(requests=5, schedule="gpipe"), BESIDE)
     assert gpipe[1].buffers == 5 * (crossing[0] + crossing[1])
+
+
+def test_a_cut_leaves_room_for_the_buffers(split):
+    (result,) = map(value_bytes, split.graph.output_nodes)
+    planned = with_buffers(split.cut.costs, [RankSpec(fixed_bytes=7)] * 3)
+    predicted = rank_memory([(split, 1)], workload(), BESIDE)
+    slots = [rank.buffers - 2 * result for rank in predicted]
+    # The plan does not know of the small values that are sent beside the hidden states.
+    assert [rank.fixed_bytes - 7 for rank in planned] == pytest.approx(slots, rel=0.06)
 
 
 def test_requests_in_flight_hold_their_calls_inputs_and_results(split):
