@@ -69,6 +69,7 @@ print(launch(rank, 5, nproc=2))
 """
 
 
+@pytest.mark.full
 def test_a_function_of_a_script_from_the_standard_input_is_run_by_every_rank() -> None:
     environment = {**os.environ, "PYTHONPATH": "."}
     ended = subprocess.run([sys.executable], input=TYPED, capture_output=True, text=True, timeout=120, env=environment)

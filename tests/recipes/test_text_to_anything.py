@@ -81,6 +81,7 @@ def configured(flags: list[str], tmp_path: Path) -> list[str]:
     return [*flags, "--config", str(config), "--output", str(tmp_path / "two.mp4")]
 
 
+@pytest.mark.full
 def test_a_file_says_how_the_ranks_are_used(configured: list[str]) -> None:
     done = run("text_to_video.py", 2, *configured)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -96,7 +96,7 @@ JOBS: dict[int, list[tuple[str, dict[str, Any], bool]]] = {
 }
 
 
-@pytest.mark.parametrize("world", list(JOBS))
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_a_pipeline_gives_what_one_process_gives(ranks: RankPool, folders: dict[str, Path], world: int) -> None:
     every = ranks.run(world, spread, [(name, folders[name], *rest) for name, *rest in JOBS[world]])
     for job, (name, config, in_memory) in enumerate(JOBS[world]):

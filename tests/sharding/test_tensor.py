@@ -139,7 +139,7 @@ def result(pipeline: Any) -> torch.Tensor:
     return latents
 
 
-def run_pipeline(folder: Path, sizes: dict[str, int], *, in_memory: bool) -> tuple[torch.Tensor, int, list[str]]:
+def run_pipeline(folder: Path, sizes: dict[str, Any], *, in_memory: bool) -> tuple[torch.Tensor, int, list[str]]:
     """Latents, bytes of weights on this rank, and names of cut tensors that are whole or views of whole ones."""
     config = ParallelConfig(**sizes)
     pipeline = (
@@ -162,11 +162,12 @@ def run_pipeline(folder: Path, sizes: dict[str, int], *, in_memory: bool) -> tup
     [
         ("sd3", dict(tensor_parallel_size=2), False),
         ("wan", dict(pipeline_parallel_size=2, tensor_parallel_size=2), False),
-        ("flux", dict(pipeline_parallel_size=2, tensor_parallel_size=2), True),
+        # By time, what so small a model sends counts more than its blocks, and one stage would get nearly all of them.
+        ("flux", dict(pipeline_parallel_size=2, tensor_parallel_size=2, partition="2,3"), True),
     ],
 )
 def test_a_pipeline_gives_what_one_process_gives(
-    ranks: RankPool, tmp_path: Path, model: str, sizes: dict[str, int], in_memory: bool
+    ranks: RankPool, tmp_path: Path, model: str, sizes: dict[str, Any], in_memory: bool
 ) -> None:
     folder = getattr(checkpoints, model)(tmp_path / model)
     single = diffusers.DiffusionPipeline.from_pretrained(folder)
