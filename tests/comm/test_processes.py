@@ -48,6 +48,7 @@ def test_too_few_processes_are_told_how_many_to_launch() -> None:
     assert "torchrun" not in str(caught.value)
 
 
+@pytest.mark.full
 def test_a_script_that_its_ranks_would_run_again_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("from dit_pipelining import launch\n\ndef f(): return 3\n\nlaunch(f, nproc=1)\n")
