@@ -121,7 +121,7 @@ def _in_folder(folder: Path, nearest: str | None) -> Beside:
 
 
 def _encoder(cls: Any, folder: Path) -> Encoder:
-    build = partial(_built, cls, folder)
+    build = cache(partial(_built, cls, folder))  # asked for its size, its plan and its layers
     parameters, stored = 0, 0
     if read_json(folder / "config.json").get("quantization_config"):
         stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
