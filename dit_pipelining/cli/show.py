@@ -193,7 +193,7 @@ def _show(args: argparse.Namespace, console: Any) -> None:
     )
     _write_files(args, picture)
     if args.json == STANDARD_OUTPUT:
-        from dit_pipelining.show.machine import as_data
+        from dit_pipelining.show.data import as_data
 
         print(json.dumps(as_data(picture), indent=2))
         return
@@ -207,7 +207,7 @@ def _show(args: argparse.Namespace, console: Any) -> None:
 
 def _write_files(args: argparse.Namespace, picture: "Picture") -> None:
     if args.json not in (None, STANDARD_OUTPUT):
-        from dit_pipelining.show.machine import as_data
+        from dit_pipelining.show.data import as_data
 
         written(args.json, json.dumps(as_data(picture), indent=2) + "\n")
     if args.svg is not None:

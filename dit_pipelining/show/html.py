@@ -9,7 +9,7 @@ from dit_pipelining import __version__
 from dit_pipelining.lowering.names import count, data_size, duration
 from dit_pipelining.lowering.report import TransformerReport
 from dit_pipelining.show.colours import colour
-from dit_pipelining.show.machine import as_data
+from dit_pipelining.show.data import as_data
 from dit_pipelining.show.memory_drawing import memory_drawing
 from dit_pipelining.show.picture import Picture
 from dit_pipelining.show.stage_drawing import stage_drawing

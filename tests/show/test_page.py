@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from dit_pipelining.lowering.names import data_size, duration
+from dit_pipelining.show.data import as_data
 from dit_pipelining.show.html import html_page
-from dit_pipelining.show.machine import as_data
 from tests.browser import HOW_TO_GET_ONE, find_browser, open_browser
 
 
